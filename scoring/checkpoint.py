@@ -1,0 +1,52 @@
+"""Names for what a teacher was loaded from: short hashes of a checkpoint and of a tokenizer.
+
+They tell two checkpoints apart in answers and caches. They are no seal against tampering: of large weight files
+only the header and evenly spread samples are read, so that naming 500 GB takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_WHOLE = 64 << 20  # files up to this size are read whole, bytes
+_SAMPLES, _SAMPLE = 64, 1 << 20  # of larger ones: this many pieces of this many bytes
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+DIGITS = 16
+
+
+def checkpoint_hash(path: str | Path) -> str:
+    """16 hex digits that name the weights and the configuration in folder `path`.
+
+    Raises:
+        FileNotFoundError: the folder holds no weight file.
+    """
+    folder = Path(path)
+    weights = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+    if not weights:
+        raise FileNotFoundError(f"{folder} holds no weights: none of {', '.join(_WEIGHTS)}")
+    return _hash([folder / "config.json", *weights])
+
+
+def tokenizer_hash(path: str | Path) -> str | None:
+    """16 hex digits that name the tokenizer in folder `path`, or None when it has none."""
+    files = [Path(path) / name for name in _TOKENIZER]
+    return _hash(files) if any(f.exists() for f in files) else None
+
+
+def _hash(files: list[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        if not file.exists():
+            continue
+        size = file.stat().st_size
+        total.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE:
+                total.update(hashlib.file_digest(stream, "sha256").digest())
+            else:
+                for i in range(_SAMPLES):  # the first holds the header, with every tensor's name and shape
+                    stream.seek(i * (size - _SAMPLE) // (_SAMPLES - 1))
+                    total.update(stream.read(_SAMPLE))
+    return total.hexdigest()[:DIGITS]

@@ -1,0 +1,489 @@
+"""`TeacherEngine`: one vLLM V2 engine that answers matrix reads and label reads.
+
+The one module of the service that imports vLLM. Call `environment.prepare_engine_environment` before importing
+it. It knows nothing of Ray: one engine, in this process's event loop, for batches that are meant for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import vllm
+from vllm import AsyncEngineArgs
+from vllm.entrypoints.generate.label_reads import next_token_label_reads
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from scoring.batches import LabelBatch, MatrixBatch
+from scoring.checkpoint import checkpoint_hash, tokenizer_hash
+from scoring.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRead,
+    RefusedSettings,
+    ScoringError,
+    VersionMismatch,
+    WrongEngineAnswer,
+)
+from scoring.ids import PAD
+from scoring.limits import TeacherLimits
+from scoring.reads import LabelRead, MatrixRead
+from scoring.scores import LabelScores, MatrixScores, ReadMeta
+
+refuse_unreplaced = lambda p: None
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one engine is started with.
+
+    Attributes:
+        model: path of a Hugging Face checkpoint folder.
+        teacher: the name its answers carry.
+        dtype: of weights and activations; "auto" is the checkpoint's own.
+        head_dtype: "float32" computes the output head in float32; None leaves it in the model's dtype.
+        scores: "logprobs", or "logits" for raw logits in their place.
+        max_candidates: largest K of a read.
+        engine_args: passed through to vLLM's `AsyncEngineArgs`. What this project must fix is refused there.
+    """
+
+    model: str
+    teacher: str = "default"
+    dtype: str = "auto"
+    head_dtype: Literal["float32"] | None = None
+    scores: Literal["logprobs", "logits"] = "logprobs"
+    max_candidates: int = 1024
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TeacherInfo:
+    """What a teacher is and what it takes: `client.teachers()`, `GET /v1/teachers`."""
+
+    teacher: str
+    model: str
+    vocabulary: int
+    tokenizer_size: int | None
+    max_length: int
+    max_candidates: int
+    max_batched_tokens: int
+    dtype: str
+    head_dtype: str
+    scores: str
+    engine: str
+    tensor_parallel_size: int
+    checkpoint: str
+    tokenizer: str | None
+    weight_version: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class TeacherEngine:
+    """One vLLM engine and the two reads it answers.
+
+    The constructor blocks until the engine is up (seconds to minutes). One engine per process.
+
+    Raises:
+        RefusedSettings: engine arguments under which scores would be wrong.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.weight_version = 0
+        self._serial = itertools.count()
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(settings)), usage_context=UsageContext.OPENAI_API_SERVER
+        )
+        config = self._llm.vllm_config
+        self.limits = TeacherLimits(
+            vocabulary=config.model_config.get_vocab_size(),
+            tokenizer_size=_tokenizer_size(settings.model),
+            max_length=config.model_config.max_model_len,
+            max_candidates=settings.max_candidates,
+        )
+        self._checkpoint = checkpoint_hash(settings.model)
+        self._dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self._head_dtype = settings.head_dtype or self._dtype
+
+    def info(self) -> TeacherInfo:
+        config = self._llm.vllm_config
+        return TeacherInfo(
+            teacher=self.settings.teacher,
+            model=self.settings.model,
+            vocabulary=self.limits.vocabulary,
+            tokenizer_size=self.limits.tokenizer_size,
+            max_length=self.limits.max_length,
+            max_candidates=self.limits.max_candidates,
+            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            dtype=self._dtype,
+            head_dtype=self._head_dtype,
+            scores=self.settings.scores,
+            engine=f"vllm {vllm.__version__}",
+            tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+            checkpoint=self._checkpoint,
+            tokenizer=tokenizer_hash(self.settings.model),
+            weight_version=self.weight_version,
+        )
+
+    async def read_matrix(
+        self,
+        batch: MatrixBatch,
+        *,
+        timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> MatrixScores:
+        """Answer a batch of matrix reads. A read that fails has its error in `errors`; the others are answered.
+
+        Args:
+            batch: N reads; their `teacher` is not looked at.
+            timeout_s: seconds left; what is not answered by then is aborted and fails with `DeadlineExceeded`.
+            trace_headers: W3C trace context, handed to vLLM (which keeps it only with an OTLP endpoint set).
+        """
+        answers = await self._gather(len(batch), lambda i: self._matrix(batch[i], trace_headers), timeout_s)
+        return MatrixScores(
+            **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
+            **_ragged("rows", "row_offsets", [a.rows for a in answers], np.int64),
+            widths=np.array([a.values.shape[-1] - 1 for a in answers], dtype=np.int64),
+            **self._columns(answers),
+        )
+
+    async def read_labels(
+        self,
+        batch: LabelBatch,
+        *,
+        timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> LabelScores:
+        """Answer a batch of label reads; arguments and failures as for `read_matrix`."""
+        answers = await self._gather(len(batch), lambda i: self._label(batch[i], trace_headers), timeout_s)
+        return LabelScores(
+            **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
+            **self._columns(answers),
+        )
+
+    async def check_health(self) -> None:
+        """Raise `EngineDead` when the engine's process is known to be gone."""
+        with _vllm_errors():
+            await self._llm.check_health()
+
+    def shutdown(self) -> None:
+        """End the engine's processes. Does not wait for reads under way: stop admitting first."""
+        self._llm.shutdown()
+
+    async def _gather(
+        self, count: int, answer: Callable[[int], Awaitable[_Answer]], timeout_s: float | None
+    ) -> list[_Answer]:
+        """All answers at once, each failure an `_Answer` of its own; cancelled as a whole when the caller is."""
+        started = time.monotonic()
+
+        async def one(i: int) -> _Answer:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await answer(i)
+            except TimeoutError:
+                waited = time.monotonic() - started
+                return _failure(
+                    DeadlineExceeded(
+                        f"not answered within {waited:.3g} s (timeout_s); its work is aborted", read=i
+                    )
+                )
+            except ScoringError as error:
+                return _failure(error.at(i))
+
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(i)) for i in range(count)]
+        return [task.result() for task in tasks]
+
+    async def _matrix(self, read: MatrixRead, trace_headers: Mapping[str, str] | None) -> _Answer:
+        self.limits.check_matrix(read)
+        self._check_version(read)
+        beyond = self.limits.ids_beyond_tokenizer(
+            read.prompt_ids, read.response_ids, *(() if read.candidate_ids is None else (read.candidate_ids,))
+        )
+        rows = np.arange(len(read.response_ids), dtype=np.int64) if read.rows is None else read.rows
+        if not len(rows):  # vLLM cannot express zero rows
+            return _Answer(np.zeros((0, 1 + read.width), np.float32), rows, 0, 0, beyond)
+        first, last = int(rows.min()), int(rows.max())
+        columns = self._columns_to_gather(read, rows, first, last)
+        # Tokens after the last row asked for cannot change it (the model is causal), so they are not sent.
+        sequence = np.concatenate([read.prompt_ids, read.response_ids[: last + 1]]).tolist()
+        start = len(read.prompt_ids) - 1 + first
+        output = await self._generate(
+            sequence, self._scoring_params(columns, start), read.priority, trace_headers
+        )
+        if output.prompt_token_id_logprobs is None:
+            # vLLM drops the scores of a prefill that began after `start` (a prefix cache hit too long).
+            logger.warning("vLLM returned no scores for a read; asking again without its prefix cache")
+            params = self._scoring_params(columns, start, skip_reading_prefix_cache=True)
+            output = await self._generate(sequence, params, read.priority, trace_headers)
+        values = check_matrix_answer(output.prompt_token_id_logprobs, columns)
+        self._check_prompt(output, len(sequence))
+        values = values[rows - first]
+        return _Answer(values, rows, len(sequence), output.num_cached_tokens or 0, beyond)
+
+    def _columns_to_gather(self, read: MatrixRead, rows: np.ndarray, first: int, last: int) -> np.ndarray:
+        """int32 [last - first + 1, 1 + K]: per row the response's own id, then its candidates.
+
+        Rows between those asked for hold pads, since the engine scores one unbroken run of rows.
+        """
+        columns = np.full((last - first + 1, 1 + read.width), PAD, dtype=np.int32)
+        columns[rows - first, 0] = read.response_ids[rows]
+        if read.width:
+            candidates = read.candidate_ids if read.candidate_ids.ndim == 1 else read.candidate_ids[rows]
+            if read.unknown_candidates == "-inf":
+                candidates = np.where(candidates < self.limits.vocabulary, candidates, PAD)
+            columns[rows - first, 1:] = candidates
+        return columns
+
+    def _scoring_params(self, columns: np.ndarray, start: int, **options: Any) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,  # sampling costs four times as much at the default of 1.0
+            prompt_logprob_token_ids=columns,
+            prompt_logprob_start=start,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **options,
+        )
+
+    async def _label(self, read: LabelRead, trace_headers: Mapping[str, str] | None) -> _Answer:
+        self.limits.check_label(read)
+        self._check_version(read)
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprob_token_ids=list(dict.fromkeys(read.label_ids.tolist())),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        refuse_unreplaced(params)
+        with _vllm_errors():
+            (answer,) = await next_token_label_reads(
+                self._llm,
+                [tokens_input(read.prompt_ids.tolist())],
+                [params],
+                self._request_id("label"),
+                priority=read.priority,
+                trace_headers=trace_headers,
+            )
+        self._check_prompt(answer.result, len(read.prompt_ids))
+        by_id = dict(zip(params.logprob_token_ids, answer.logprobs, strict=True))
+        values = check_label_answer([by_id[label] for label in read.label_ids.tolist()])
+        return _Answer(
+            values,
+            np.zeros(0, np.int64),
+            len(read.prompt_ids),
+            answer.result.num_cached_tokens or 0,
+            self.limits.ids_beyond_tokenizer(read.prompt_ids, read.label_ids),
+        )
+
+    async def _generate(
+        self,
+        sequence: list[int],
+        params: SamplingParams,
+        priority: int,
+        trace_headers: Mapping[str, str] | None,
+    ) -> RequestOutput:
+        """One request to its end. Cancelling it aborts the request in the engine."""
+        refuse_unreplaced(params)
+        output = None
+        with _vllm_errors():
+            async for output in self._llm.generate(
+                tokens_input(sequence),
+                params,
+                self._request_id("matrix"),
+                priority=priority,
+                trace_headers=trace_headers,
+            ):
+                pass
+        if output is None or not output.finished:
+            raise WrongEngineAnswer("the engine ended the request without an answer")
+        return output
+
+    def _request_id(self, kind: str) -> str:
+        return f"{kind}-{next(self._serial)}"
+
+    def _check_version(self, read: MatrixRead | LabelRead) -> None:
+        if read.expect_version is not None and read.expect_version != self.weight_version:
+            raise VersionMismatch(
+                f"expects weight version {read.expect_version}; teacher {self.settings.teacher!r} serves "
+                f"version {self.weight_version}",
+                field="expect_version",
+            )
+
+    def _check_prompt(self, output: RequestOutput, length: int) -> None:
+        seen = len(output.prompt_token_ids or ())
+        if seen != length:
+            raise WrongEngineAnswer(f"the engine saw {seen} prompt tokens; {length} were sent")
+
+    def _columns(self, answers: list[_Answer]) -> dict[str, Any]:
+        meta = ReadMeta(
+            teacher=self.settings.teacher,
+            weight_version=self.weight_version,
+            checkpoint=self._checkpoint,
+            engine=f"vllm {vllm.__version__}",
+            dtype=self._dtype,
+            head_dtype=self._head_dtype,
+            scores=self.settings.scores,
+            tensor_parallel_size=self._llm.vllm_config.parallel_config.tensor_parallel_size,
+        )
+        return {
+            "prompt_tokens": np.array([a.prompt_tokens for a in answers], dtype=np.int32),
+            "cached_tokens": np.array([a.cached_tokens for a in answers], dtype=np.int32),
+            "ids_beyond_tokenizer": np.array([a.beyond for a in answers], dtype=np.int32),
+            "meta_index": np.array([-1 if a.error else 0 for a in answers], dtype=np.int32),
+            "metas": (meta,),
+            "errors": {i: a.error for i, a in enumerate(answers) if a.error},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The engine's answer to one read, or why there is none."""
+
+    values: np.ndarray  # float32 [n, 1 + K], or [L]
+    rows: np.ndarray  # int64 [n]
+    prompt_tokens: int
+    cached_tokens: int
+    beyond: int
+    error: ScoringError | None = None
+
+
+def _failure(error: ScoringError) -> _Answer:
+    return _Answer(np.zeros((0, 1), np.float32), np.zeros(0, np.int64), 0, 0, 0, error)
+
+
+def _ragged(name: str, offsets: str, pieces: list[np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
+    lengths = np.array([len(p) for p in pieces], dtype=np.int64)
+    flat = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+    return {name: flat, offsets: np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """The keyword arguments of `AsyncEngineArgs` for these settings.
+
+    Raises:
+        RefusedSettings: `engine_args` names what this project must fix, or what makes scores wrong.
+    """
+    given = dict(settings.engine_args)
+    for name, why in _REFUSED.items():
+        if given.get(name):
+            raise RefusedSettings(f"engine_args.{name} = {given[name]!r} is refused: {why}")
+    if given.get("data_parallel_size", 1) != 1:
+        raise RefusedSettings(
+            f"engine_args.data_parallel_size = {given['data_parallel_size']} is refused: replicas are Ray Serve's "
+            "(the teacher's setting num_replicas)"
+        )
+    if settings.max_candidates < 1:
+        raise RefusedSettings(f"max_candidates is {settings.max_candidates}; at least 1 is needed")
+    overrides = given.pop("hf_overrides", None) or {}
+    if settings.head_dtype is not None:
+        if not isinstance(overrides, Mapping):
+            raise RefusedSettings("engine_args.hf_overrides must be a mapping beside head_dtype")
+        overrides = {**overrides, "head_dtype": settings.head_dtype}
+    defaults = {"scheduling_policy": "priority", "skip_tokenizer_init": True}
+    if current_platform.is_cpu():
+        # Eager with an explicit KV cache starts without warm-up; blocks of 32 are the CPU minimum and the fastest.
+        defaults |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
+    return {
+        **defaults,
+        **given,
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "hf_overrides": overrides,
+        "max_logprobs": settings.max_candidates + 1,  # the response's own token is one more column
+        "logprobs_mode": "raw_logits" if settings.scores == "logits" else "raw_logprobs",
+        "generation_config": "vllm",  # a checkpoint's sampling defaults have no say in scores
+    }
+
+
+_REFUSED = {
+    "model": "it is the teacher's own setting model",
+    "dtype": "it is the teacher's own setting dtype",
+    "max_logprobs": "it follows from the teacher's setting max_candidates",
+    "logprobs_mode": "it follows from the teacher's setting scores (logprobs or logits)",
+    "generation_config": "a checkpoint's sampling defaults must not touch scores",
+    "speculative_config": "speculative decoding breaks label reads",
+    "kv_transfer_config": "KV connectors are not covered by the reuse of prefixes",
+    "kv_sharing_fast_prefill": "it makes the scores of prompt tokens wrong",
+}
+
+
+def check_matrix_answer(values: Any, columns: np.ndarray) -> np.ndarray:
+    """`values` when it is the answer to `columns` (int32 [rows, 1 + K]): float32 of that shape, without NaN.
+
+    Raises:
+        WrongEngineAnswer: it is anything else. Nothing is padded, cut or replaced.
+    """
+    if values is None:
+        raise WrongEngineAnswer("the engine returned no scores, also without its prefix cache")
+    if not isinstance(values, np.ndarray) or values.dtype != np.float32:
+        raise WrongEngineAnswer(
+            f"the engine returned {getattr(values, 'dtype', type(values).__name__)} scores; float32 is due"
+        )
+    if values.shape != columns.shape:
+        raise WrongEngineAnswer(
+            f"the engine returned scores of shape {list(values.shape)}; {list(columns.shape)} is due"
+        )
+    if np.isnan(values).any():
+        row, column = (int(i) for i in np.argwhere(np.isnan(values))[0])
+        name = "the response's own token" if column == 0 else f"col {column - 1}"
+        raise WrongEngineAnswer(f"the engine returned NaN at row {row} {name}")
+    return values
+
+
+def check_label_answer(values: list[float]) -> np.ndarray:
+    """The labels' scores as float32 [L].
+
+    Raises:
+        WrongEngineAnswer: a NaN among them.
+    """
+    scores = np.array(values, dtype=np.float32)
+    if np.isnan(scores).any():
+        raise WrongEngineAnswer(
+            f"the engine returned NaN for label {int(np.flatnonzero(np.isnan(scores))[0])}"
+        )
+    return scores
+
+
+def _tokenizer_size(model: str) -> int | None:
+    """Number of ids the checkpoint's tokenizer knows; None when it ships none."""
+    if tokenizer_hash(model) is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return len(AutoTokenizer.from_pretrained(model, local_files_only=True))
+
+
+@contextlib.contextmanager
+def _vllm_errors():
+    """vLLM's exceptions as this project's. 0.32 and 0.33 name some of them differently, so they go by kind."""
+    try:
+        yield
+    except (ScoringError, TimeoutError):
+        raise
+    except EngineDeadError as error:
+        raise EngineDead("the engine's process has died") from error
+    except VLLMClientError as error:  # a bound of vLLM's that ours did not foresee
+        raise InvalidRead(f"vLLM refused the request: {error}") from error
+    except Exception as error:
+        raise WrongEngineAnswer(f"vLLM failed on the request: {type(error).__name__}: {error}") from error

@@ -1,0 +1,39 @@
+"""The environment an engine needs, set in its host process before vLLM is imported.
+
+vLLM reads most of these once, at import, and its engine processes inherit them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def prepare_engine_environment(cpu_cores: Sequence[int] = ()) -> None:
+    """Set what `TeacherEngine` relies on. Call it before anything imports vLLM.
+
+    Args:
+        cpu_cores: the logical cores of a CPU engine, one thread on each. Empty leaves the choice to vLLM (on a
+            GPU machine it has no meaning).
+
+    Raises:
+        RuntimeError: vLLM is imported already, so that a setting would come too late.
+    """
+    wanted = {
+        # The matrix read exists only there; with it set, vLLM fails at start instead of falling back to V1.
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cpu_cores:
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cpu_cores)
+        wanted["OMP_NUM_THREADS"] = str(len(cpu_cores))
+    late = [name for name, value in wanted.items() if os.environ.get(name) != value]
+    if late and "vllm" in sys.modules:
+        raise RuntimeError(
+            f"vLLM is imported before {', '.join(late)} was set: an engine's environment is prepared first "
+            "(scoring.environment), and one process hosts one engine"
+        )
+    os.environ.update(wanted)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

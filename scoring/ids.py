@@ -1,0 +1,169 @@
+"""From what callers hold (lists, arrays, tensors) to int32 token ids, or a sentence about what is wrong.
+
+Only the type is judged here. Whether an id lies in a teacher's vocabulary is for `limits.py`, which knows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from scoring.errors import InvalidRead
+
+PAD = -1
+"""The candidate id of an unused column. Allowed only as a trailing run of a row; it scores -inf."""
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def id_vector(value: Any, field: str) -> np.ndarray:
+    """`value` as int32 [n].
+
+    Raises:
+        InvalidRead: it is not one-dimensional, or holds anything but integers that fit an int32.
+    """
+    array = _as_array(value, field)
+    if array.ndim != 1:
+        raise InvalidRead(f"has shape {_shape(array)}; token ids are one flat list [n]", field=field)
+    return _int32(array, field)
+
+
+def candidate_matrix(value: Any, field: str) -> np.ndarray:
+    """`value` as int32 [K] (one set for all rows) or [R, K] (one row per response position).
+
+    Rows of different lengths are padded with `PAD` on the right. `PAD` itself is accepted only there.
+
+    Raises:
+        InvalidRead: wrong type, more than two dimensions, or a negative id that is not a trailing pad.
+    """
+    if isinstance(value, list | tuple) and any(_is_row(row) for row in value):
+        array = _stack_rows([id_vector(row, f"{field}[{r}]") for r, row in enumerate(value)])
+    else:
+        array = _as_array(value, field)
+    if array.ndim not in (1, 2):
+        raise InvalidRead(f"has shape {_shape(array)}; allowed are [K] and [R, K]", field=field)
+    array = _int32(array, field)
+    negative = array < 0
+    if negative.any():
+        inner = negative.copy()
+        inner[..., :-1] &= ~negative[..., 1:]  # a pad followed by an id is not trailing
+        inner[..., -1] = False
+        wrong = (array < PAD) | inner
+        if wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise InvalidRead(
+                f"is {int(array[at])}; an id is at least 0, and {PAD} is allowed only as a trailing run of a "
+                "row, where it marks unused columns",
+                field=f"{field}[{']['.join(map(str, at))}]",
+            )
+    return array
+
+
+def row_indices(value: Any, response_length: int, field: str = "rows") -> np.ndarray | None:
+    """`rows` of a read as int64 [n] positions in the response, in the caller's order; None means all.
+
+    Accepts a slice (as Python slices a sequence, positive step), an integer vector or a boolean mask [R].
+
+    Raises:
+        InvalidRead: an index that is negative, repeated or at least R; a mask of another length.
+    """
+    if value is None:
+        return None
+    if isinstance(value, slice):
+        for part in (value.start, value.stop, value.step):
+            if part is not None and (isinstance(part, bool) or not isinstance(part, int | np.integer)):
+                raise InvalidRead(f"is {value}; a slice of rows has integer bounds", field=field)
+        start, stop = value.start or 0, response_length if value.stop is None else value.stop
+        if start < 0 or stop < 0 or (value.step or 1) < 1 or stop > response_length:
+            raise InvalidRead(
+                f"is {value}; a slice of rows has bounds in [0, {response_length}] (the response's length) "
+                "and a positive step",
+                field=field,
+            )
+        return np.arange(start, stop, value.step or 1, dtype=np.int64)
+    if isinstance(value, list | tuple) and value and all(isinstance(x, bool | np.bool_) for x in value):
+        value = np.array(value, dtype=bool)
+    array = _as_array(value, field, allow_bool=True)
+    if array.ndim != 1:
+        raise InvalidRead(f"has shape {_shape(array)}; rows are one flat list", field=field)
+    if array.dtype == bool:
+        if len(array) != response_length:
+            raise InvalidRead(
+                f"is a mask of {len(array)} flags; the response has {response_length} positions", field=field
+            )
+        return np.flatnonzero(array).astype(np.int64)
+    array = _int32(array, field).astype(np.int64)
+    outside = (array < 0) | (array >= response_length)
+    if outside.any():
+        at = int(np.flatnonzero(outside)[0])
+        raise InvalidRead(
+            f"is {int(array[at])}; rows lie in [0, {response_length}) (the response's length)",
+            field=f"{field}[{at}]",
+        )
+    unique, counts = np.unique(array, return_counts=True)
+    if len(unique) != len(array):
+        raise InvalidRead(f"names row {int(unique[counts > 1][0])} more than once", field=field)
+    return array
+
+
+def _as_array(value: Any, field: str, allow_bool: bool = False) -> np.ndarray:
+    """`value` as an integer array (bool too where allowed), without ever changing a value's type."""
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "iu" or (allow_bool and value.dtype == bool) or value.size == 0:
+            return value if value.size else value.astype(np.int32)
+        raise InvalidRead(f"has dtype {value.dtype}; token ids are integers", field=field)
+    if isinstance(value, range):
+        return np.arange(value.start, value.stop, value.step, dtype=np.int64)
+    if not isinstance(value, list | tuple):
+        raise InvalidRead(
+            f"is a {type(value).__name__} ({_short(value)}); token ids are a list or an array of integers",
+            field=field,
+        )
+    if not set(map(type, value)) <= {int}:  # bool is a subclass of int, not int itself: it goes the slow way
+        for i, x in enumerate(value):
+            if isinstance(x, bool) or not isinstance(x, int | np.integer):
+                raise InvalidRead(
+                    f"is {_short(x)} (a {type(x).__name__}); token ids are integers", field=f"{field}[{i}]"
+                )
+    try:
+        return np.array(value, dtype=np.int64)
+    except OverflowError:
+        i = next(i for i, x in enumerate(value) if abs(int(x)) > _INT32_MAX)
+        raise InvalidRead(f"is {value[i]}; {_RANGE}", field=f"{field}[{i}]") from None
+
+
+_RANGE = "a token id lies in [0, vocabulary size), and never above 2**31 - 1"
+
+
+def _int32(array: np.ndarray, field: str) -> np.ndarray:
+    """`array` as contiguous int32, refusing values that do not fit."""
+    if array.dtype != np.int32:
+        if array.size and (array.max() > _INT32_MAX or array.min() < -_INT32_MAX):
+            at = tuple(int(i) for i in np.argwhere((array > _INT32_MAX) | (array < -_INT32_MAX))[0])
+            raise InvalidRead(f"is {int(array[at])}; {_RANGE}", field=f"{field}[{']['.join(map(str, at))}]")
+        array = array.astype(np.int32)
+    return np.ascontiguousarray(array)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple | range | np.ndarray) or hasattr(value, "detach")
+
+
+def _stack_rows(rows: list[np.ndarray]) -> np.ndarray:
+    widths = [len(row) for row in rows]
+    stacked = np.full((len(rows), max(widths)), PAD, dtype=np.int32)
+    for r, row in enumerate(rows):
+        stacked[r, : len(row)] = row
+    return stacked
+
+
+def _shape(array: np.ndarray) -> str:
+    return str(list(array.shape))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,86 @@
+"""What one teacher can answer, and the check of a read against it, made before the engine sees the read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scoring.errors import InvalidRead, NotYetSupported
+from scoring.reads import LabelRead, MatrixRead
+
+MAX_LABELS = 128
+"""vLLM's own bound on `logprob_token_ids` of one request (MAX_LOGPROB_TOKEN_IDS)."""
+
+
+@dataclass(frozen=True)
+class TeacherLimits:
+    """The bounds of one teacher.
+
+    Attributes:
+        vocabulary: ids lie in [0, vocabulary): the width of the model's output, not the tokenizer's size.
+        tokenizer_size: number of ids the tokenizer knows, or None without one. Ids between it and `vocabulary`
+            are legal (padding of the embedding), and are counted in the answer's meta.
+        max_length: tokens of prompt + response + 1; the engine always makes one token (`max_model_len`).
+        max_candidates: largest K.
+    """
+
+    vocabulary: int
+    tokenizer_size: int | None
+    max_length: int
+    max_candidates: int
+
+    def check_matrix(self, read: MatrixRead) -> None:
+        """Raise `InvalidRead` (or `NotYetSupported`) when this teacher cannot answer `read`."""
+        if read.top_k:
+            raise NotYetSupported("is asked for; this version answers candidates only", field="top_k")
+        if read.extras:
+            raise NotYetSupported("are asked for; this version answers candidates only", field="extras")
+        self._check_ids(read.prompt_ids, "prompt_ids")
+        self._check_ids(read.response_ids, "response_ids")
+        self._check_length(len(read.prompt_ids), len(read.response_ids))
+        if read.width > self.max_candidates:
+            raise InvalidRead(
+                f"has K = {read.width}; this teacher takes at most {self.max_candidates} (its setting max_candidates)",
+                field="candidate_ids",
+            )
+        if read.candidate_ids is not None and read.unknown_candidates == "raise":
+            self._check_ids(read.candidate_ids, "candidate_ids")
+
+    def check_label(self, read: LabelRead) -> None:
+        """Raise `InvalidRead` when this teacher cannot answer `read`."""
+        self._check_ids(read.prompt_ids, "prompt_ids")
+        self._check_length(len(read.prompt_ids), 0)
+        if len(read.label_ids) > MAX_LABELS:
+            raise InvalidRead(
+                f"has {len(read.label_ids)} labels; one label read takes at most {MAX_LABELS} (vLLM's bound)",
+                field="label_ids",
+            )
+        self._check_ids(read.label_ids, "label_ids")
+
+    def ids_beyond_tokenizer(self, *arrays: np.ndarray) -> int:
+        """How many ids are legal for the model and unknown to its tokenizer. 0 when there is no tokenizer."""
+        if self.tokenizer_size is None or self.tokenizer_size >= self.vocabulary:
+            return 0
+        return sum(int((ids >= self.tokenizer_size).sum()) for ids in arrays)
+
+    def _check_ids(self, ids: np.ndarray, field: str) -> None:
+        if not ids.size:
+            return
+        lowest = -1 if field == "candidate_ids" else 0
+        if ids.max() < self.vocabulary and ids.min() >= lowest:
+            return
+        at = tuple(int(i) for i in np.argwhere((ids >= self.vocabulary) | (ids < lowest))[0])
+        tokenizer = "" if self.tokenizer_size is None else f"; its tokenizer has {self.tokenizer_size}"
+        allowed = f"this teacher's vocabulary is [0, {self.vocabulary}){tokenizer}"
+        hint = ' (unknown_candidates="-inf" scores such candidates as -inf)' if lowest else ""
+        raise InvalidRead(f"is {int(ids[at])}; {allowed}{hint}", field=f"{field}[{']['.join(map(str, at))}]")
+
+    def _check_length(self, prompt: int, response: int) -> None:
+        if prompt + response + 1 > self.max_length:
+            what = f"{prompt} prompt + {response} response tokens" if response else f"{prompt} prompt tokens"
+            raise InvalidRead(
+                f"{what} + 1 that the engine always makes: {prompt + response}+1 > {self.max_length} "
+                "(this teacher's max_model_len)",
+                field="response_ids" if response else "prompt_ids",
+            )
