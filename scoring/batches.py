@@ -58,7 +58,7 @@ class _Ragged:
                 )
         for flat, offsets in self._flat.items():
             bounds = getattr(self, offsets)
-            if bounds[0] != 0 or bounds[-1] != len(getattr(self, flat)) or (np.diff(bounds) < 0).any():
+            if bounds[0] != 0 or bounds[-1] != len(getattr(self, flat)) or (bounds[1:] < bounds[:-1]).any():
                 raise InvalidRead(
                     f"must rise from 0 to {len(getattr(self, flat))}, the length of {flat}", field=offsets
                 )
@@ -170,14 +170,10 @@ class MatrixBatch(_Ragged):
             )
         prompt_lens = id_vector(prompt_lens, "prompt_lens")
         if len(prompt_lens) != len(input_ids):
-            raise InvalidRead(
-                f"has {len(prompt_lens)} entries for {len(input_ids)} rows", field="prompt_lens"
-            )
+            raise InvalidRead(f"has {len(prompt_lens)} entries for {len(input_ids)} rows", field="prompt_lens")
         runs = (np.diff(np.pad(mask, ((0, 0), (1, 0))).astype(np.int8), axis=1) == 1).sum(axis=1)  # int [B]
         if (runs > 1).any():
-            raise InvalidRead(
-                "has a gap: the real tokens of each row must be one run", field="attention_mask"
-            )
+            raise InvalidRead("has a gap: the real tokens of each row must be one run", field="attention_mask")
         packed = input_ids[mask]
         cu_seqlens = np.concatenate([[0], np.cumsum(mask.sum(axis=1))])
         if candidate_ids is not None:
@@ -258,9 +254,7 @@ class MatrixBatch(_Ragged):
         if not mode & OMITTED:
             shape = (width,) if mode & SHARED else (end - start - c, width)
             if flat.size != np.prod(shape, dtype=np.int64):
-                raise InvalidRead(
-                    f"has {flat.size} ids; {list(shape)} are needed", read=i, field="candidate_ids"
-                )
+                raise InvalidRead(f"has {flat.size} ids; {list(shape)} are needed", read=i, field="candidate_ids")
             candidates = flat.reshape(shape)
         return MatrixRead(
             self.ids[start : start + c],
@@ -363,9 +357,7 @@ def _teachers(reads: Sequence[MatrixRead | LabelRead]) -> tuple[tuple[str | None
 
 
 def _versions(reads: Sequence[MatrixRead | LabelRead]) -> np.ndarray:
-    return np.array(
-        [NO_VERSION if r.expect_version is None else r.expect_version for r in reads], dtype=np.int64
-    )
+    return np.array([NO_VERSION if r.expect_version is None else r.expect_version for r in reads], dtype=np.int64)
 
 
 def _concatenate(parts: list[np.ndarray], per_read: int = 1) -> tuple[np.ndarray, np.ndarray]:

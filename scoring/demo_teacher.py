@@ -74,9 +74,7 @@ def demo_teacher(
     """
     if dtype not in BYTES_PER_PARAMETER:
         allowed = " or ".join(repr(name) for name in BYTES_PER_PARAMETER)
-        raise RefusedSettings(
-            f"{dtype!r} is not a dtype of the demo teacher, which is {allowed}", field="dtype"
-        )
+        raise RefusedSettings(f"{dtype!r} is not a dtype of the demo teacher, which is {allowed}", field="dtype")
     cache = (default_cache_dir() if cache_dir is None else Path(cache_dir)).expanduser().absolute()
     folder = cache / f"{MODEL}-{dtype}-{GGUF_SHA256[:8]}-v{FORMAT}"
     if _damage(folder) is None:

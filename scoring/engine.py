@@ -43,8 +43,7 @@ from scoring.ids import PAD
 from scoring.limits import TeacherLimits
 from scoring.reads import LabelRead, MatrixRead
 from scoring.scores import LabelScores, MatrixScores, ReadMeta
-
-refuse_unreplaced = lambda p: None
+from scoring.vllm_extension.guard import refuse_unreplaced, refuse_unreplaced_options
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +108,17 @@ class TeacherEngine:
         self.settings = settings
         self.weight_version = 0
         self._serial = itertools.count()
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**engine_arguments(settings)), usage_context=UsageContext.OPENAI_API_SERVER
+        # The usage context chooses vLLM's defaults for steps: a server's are twice an embedded engine's.
+        context = UsageContext.OPENAI_API_SERVER
+        args = AsyncEngineArgs(**engine_arguments(settings))
+        config = args.create_engine_config(context)
+        refuse_unreplaced_options(config)
+        self._llm = AsyncLLM.from_vllm_config(
+            config,
+            usage_context=context,
+            disable_log_stats=args.disable_log_stats,
+            enable_log_requests=args.enable_log_requests,
         )
-        config = self._llm.vllm_config
         self.limits = TeacherLimits(
             vocabulary=config.model_config.get_vocab_size(),
             tokenizer_size=_tokenizer_size(settings.model),
@@ -184,6 +190,11 @@ class TeacherEngine:
         with _vllm_errors():
             await self._llm.check_health()
 
+    @property
+    def dead(self) -> bool:
+        """Whether the engine's process is gone for good."""
+        return self._llm.errored
+
     def shutdown(self) -> None:
         """End the engine's processes. Does not wait for reads under way: stop admitting first."""
         self._llm.shutdown()
@@ -201,9 +212,7 @@ class TeacherEngine:
             except TimeoutError:
                 waited = time.monotonic() - started
                 return _failure(
-                    DeadlineExceeded(
-                        f"not answered within {waited:.3g} s (timeout_s); its work is aborted", read=i
-                    )
+                    DeadlineExceeded(f"not answered within {waited:.3g} s (timeout_s); its work is aborted", read=i)
                 )
             except ScoringError as error:
                 return _failure(error.at(i))
@@ -227,9 +236,7 @@ class TeacherEngine:
         # Tokens after the last row asked for cannot change it (the model is causal), so they are not sent.
         sequence = np.concatenate([read.prompt_ids, read.response_ids[: last + 1]]).tolist()
         start = len(read.prompt_ids) - 1 + first
-        output = await self._generate(
-            sequence, self._scoring_params(columns, start), read.priority, trace_headers
-        )
+        output = await self._generate(sequence, self._scoring_params(columns, start), read.priority, trace_headers)
         if output.prompt_token_id_logprobs is None:
             # vLLM drops the scores of a prefill that began after `start` (a prefix cache hit too long).
             logger.warning("vLLM returned no scores for a read; asking again without its prefix cache")
@@ -307,14 +314,14 @@ class TeacherEngine:
         refuse_unreplaced(params)
         output = None
         with _vllm_errors():
-            async for output in self._llm.generate(
+            async for answer in self._llm.generate(
                 tokens_input(sequence),
                 params,
                 self._request_id("matrix"),
                 priority=priority,
                 trace_headers=trace_headers,
             ):
-                pass
+                output = answer
         if output is None or not output.finished:
             raise WrongEngineAnswer("the engine ended the request without an answer")
         return output
@@ -459,9 +466,7 @@ def check_label_answer(values: list[float]) -> np.ndarray:
     """
     scores = np.array(values, dtype=np.float32)
     if np.isnan(scores).any():
-        raise WrongEngineAnswer(
-            f"the engine returned NaN for label {int(np.flatnonzero(np.isnan(scores))[0])}"
-        )
+        raise WrongEngineAnswer(f"the engine returned NaN for label {int(np.flatnonzero(np.isnan(scores))[0])}")
     return scores
 
 

@@ -23,9 +23,7 @@ class ScoringError(Exception):
 
     status = 500
 
-    def __init__(
-        self, message: str, *, read: int | None = None, field: str | None = None, **details: Any
-    ) -> None:
+    def __init__(self, message: str, *, read: int | None = None, field: str | None = None, **details: Any) -> None:
         super().__init__(message)
         self.message = message
         self.read = read
@@ -63,9 +61,7 @@ def _rebuild(cls: type[ScoringError], message: str, read: int | None, field: str
 def from_dict(error: dict[str, Any]) -> ScoringError:
     """The inverse of `ScoringError.to_dict`. An unknown type becomes a plain `ScoringError`."""
     cls = _BY_NAME.get(error.get("type", ""), ScoringError)
-    return _rebuild(
-        cls, error.get("message", ""), error.get("read"), error.get("field"), error.get("details") or {}
-    )
+    return _rebuild(cls, error.get("message", ""), error.get("read"), error.get("field"), error.get("details") or {})
 
 
 class InvalidRead(ScoringError, ValueError):

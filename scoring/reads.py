@@ -130,15 +130,11 @@ def read_from_fields(cls: type, fields: Any) -> MatrixRead | LabelRead:
         InvalidRead: `fields` is no object, has an unknown field or lacks a required one, or a value is wrong.
     """
     if not isinstance(fields, dict):
-        raise InvalidRead(
-            f"is a {type(fields).__name__}; a read is an object with the fields of {cls.__name__}"
-        )
+        raise InvalidRead(f"is a {type(fields).__name__}; a read is an object with the fields of {cls.__name__}")
     names = [name for name in cls.__dataclass_fields__ if name != "_"]
     for name in fields:
         if name not in names:
-            raise InvalidRead(
-                f"is not a field of {cls.__name__}; its fields are {', '.join(names)}", field=name
-            )
+            raise InvalidRead(f"is not a field of {cls.__name__}; its fields are {', '.join(names)}", field=name)
     for name in names[:2]:
         if name not in fields:
             raise InvalidRead(f"is missing; {cls.__name__} needs {names[0]} and {names[1]}", field=name)
@@ -148,9 +144,7 @@ def read_from_fields(cls: type, fields: Any) -> MatrixRead | LabelRead:
 def _prompt(value: Any) -> np.ndarray:
     prompt = id_vector(value, "prompt_ids")
     if not len(prompt):
-        raise InvalidRead(
-            "is empty; a prompt has at least one token (often the BOS token)", field="prompt_ids"
-        )
+        raise InvalidRead("is empty; a prompt has at least one token (often the BOS token)", field="prompt_ids")
     return prompt
 
 

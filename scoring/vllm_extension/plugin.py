@@ -1,12 +1,14 @@
 """vLLM's general plugin: lets Model Runner V2 run on a CPU. On any other platform it does nothing."""
 
+from functools import cache
+
 
 def register() -> None:
     """Called by vLLM in every process of an engine, before it builds anything; may be called repeatedly.
 
-    On a CPU it replaces the hook through which the platform swaps Triton kernels, which vLLM calls in each
-    worker just before it loads its runner. Processes without a worker (the caller's own, the engine core)
-    import nothing more. With TRITON_INTERPRET=1 vLLM's own kernels stay and Triton interprets them.
+    On a CPU it takes the place of the hook through which the platform replaces Triton kernels. vLLM calls
+    that hook in each worker just before it loads its runner, so processes without a worker (the caller's
+    own, the engine core) import nothing more and keep an unpatched torch.
 
     Raises:
         RuntimeError: on a CPU, a vLLM version that the kernels were not written for.
@@ -29,27 +31,47 @@ def register() -> None:
 
 
 def replace_kernels(platform: type) -> None:
-    """Put the CPU kernels in place of vLLM's in this process, once, for the runner it is about to load.
+    """Replace vLLM's Triton kernels in this process for the runner it is about to load.
 
-    ``VLLM_USE_V2_MODEL_RUNNER=0`` gets vLLM's own replacements for the V1 runner: vLLM leaves them out
-    where it believes that Triton works, which the marker backend makes it believe.
+    - Model Runner V2: by ``scoring.vllm_extension.kernels``.
+    - ``VLLM_USE_V2_MODEL_RUNNER=0``: by vLLM's own replacements for the V1 runner, which vLLM leaves out
+      where it believes that Triton works, as the marker backend makes it believe.
+    - ``TRITON_INTERPRET=1``: not at all, for the V2 runner; Triton interprets the kernels, slowly.
+
+    In every case top-k and top-p take vLLM's PyTorch way: Triton's interpreter fails on that kernel too.
     """
-    # The worker module patches torch and vLLM for the CPU and must come before any runner module.
+    # vLLM's adaptation of torch to the CPU; it must come before any module of the runner.
     import vllm.v1.worker.cpu.shm  # noqa: F401
     from triton import knobs
-    from vllm import envs, triton_utils
-    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm import envs
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    # The PyTorch way to top-k and top-p; Triton's interpreter fails on the kernel.
     topk_topp_sampler.HAS_TRITON = False
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
-        triton_utils.HAS_TRITON = False
-        try:
-            platform.vllms_own_kernel_overrides()
-        finally:
-            triton_utils.HAS_TRITON = True
+        _replace_for_v1(platform)
     elif not knobs.runtime.interpret:
-        from scoring.vllm_extension.kernels import REPLACEMENTS
+        _replace_for_v2()
 
-        register_kernels(REPLACEMENTS)
+
+@cache
+def _replace_for_v1(platform: type) -> None:
+    from vllm import triton_utils
+
+    triton_utils.HAS_TRITON = False
+    try:
+        platform.vllms_own_kernel_overrides()
+    finally:
+        triton_utils.HAS_TRITON = True
+
+
+@cache
+def _replace_for_v2() -> None:
+    from triton.runtime import driver
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    from scoring.vllm_extension.kernels import REPLACEMENTS
+    from scoring.vllm_extension.triton_marker.driver import CpuMarkerDriver
+
+    register_kernels(REPLACEMENTS)
+    # A kernel that was not replaced then fails with a sentence that names it.
+    driver.set_active(CpuMarkerDriver())

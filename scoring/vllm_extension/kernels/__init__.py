@@ -22,14 +22,10 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
     f"{_GPU}.buffer_utils._apply_write_kernel": staged_writes.apply_write,
     f"{_GPU}.input_batch._prepare_prefill_inputs_kernel": input_batch.prepare_prefill_inputs,
     f"{_GPU}.input_batch._prepare_pos_seq_lens_kernel": input_batch.prepare_pos_seq_lens,
-    f"{_GPU}.input_batch._combine_sampled_and_draft_tokens_kernel": (
-        input_batch.combine_sampled_and_draft_tokens
-    ),
+    f"{_GPU}.input_batch._combine_sampled_and_draft_tokens_kernel": (input_batch.combine_sampled_and_draft_tokens),
     f"{_GPU}.input_batch._get_num_sampled_and_rejected_kernel": input_batch.get_num_sampled_and_rejected,
     f"{_GPU}.input_batch._post_update_kernel": input_batch.post_update,
-    f"{_GPU}.input_batch._post_update_num_computed_tokens_kernel": (
-        input_batch.post_update_num_computed_tokens
-    ),
+    f"{_GPU}.input_batch._post_update_num_computed_tokens_kernel": (input_batch.post_update_num_computed_tokens),
     f"{_GPU}.input_batch._expand_idx_mapping_kernel": input_batch.expand_idx_mapping,
     f"{_GPU}.sample.logprob._topk_log_softmax_kernel": logprob.topk_log_softmax,
     f"{_GPU}.sample.logprob._ranks_kernel": logprob.ranks,

@@ -58,9 +58,7 @@ def prepare_prefill_inputs(
     position = (computed + np.diff(starts))[in_prefill]  # int32 [requests in prefill]
     for ahead in range(num_lookahead):
         inside = position + ahead < prefill_lens[in_prefill]
-        next_tokens[ahead, filling] = np.where(
-            inside, all_token_ids[filling, np.where(inside, position + ahead, 0)], 0
-        )
+        next_tokens[ahead, filling] = np.where(inside, all_token_ids[filling, np.where(inside, position + ahead, 0)], 0)
 
 
 def prepare_pos_seq_lens(
@@ -109,7 +107,7 @@ def combine_sampled_and_draft_tokens(
 
     seq_lens = seq_lens_ptr.numpy()[:batch]  # int32 [B]
     prefill_lens = prefill_len_ptr.numpy()[slots]  # int32 [B]
-    decoding = seq_lens > prefill_lens  # bool [B]
+    decoding = seq_lens >= prefill_lens  # bool [B]
     if not decoding.any():
         return
     input_ids = input_ids_ptr.numpy()  # int32 [T or more]

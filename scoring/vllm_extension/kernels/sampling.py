@@ -105,6 +105,8 @@ def gumbel_noise32(seed: int, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel noise float32 [V] for one draw: -log(-log(1 - u)) with u a hash of 32 bits."""
     bits = torch.from_numpy(murmur3(seed, position, vocab_size).astype(np.float64))  # float64 [V]
     uniform = bits.add_(0.5).mul_(2.0**-32).float()  # float32 [V]
+    # Values that round to 1 would give a noise of -inf, and a token that is certain could lose its draw.
+    uniform.clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

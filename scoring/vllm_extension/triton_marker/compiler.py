@@ -6,17 +6,16 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise RuntimeError: ``what`` reached the marker backend, which runs nothing."""
+    """Raise RuntimeError: ``what`` was asked of the marker backend, which compiles and runs nothing."""
     raise RuntimeError(
-        f"Triton was asked for {what} on a CPU, where it cannot run: a vLLM kernel was launched that "
-        "scoring.vllm_extension.kernels does not replace. The traceback names it (the function before "
-        "triton/runtime/jit.py); requests that need it are refused by scoring.vllm_extension.guard, or "
-        "set TRITON_INTERPRET=1 to run every kernel slowly in Triton's interpreter."
+        f"Triton was asked for {what} on a CPU, where nothing compiles: a kernel was launched that "
+        "scoring.vllm_extension.kernels does not replace. Leave out the option or the sampling parameter "
+        "that launches it, or set TRITON_INTERPRET=1 to have Triton interpret every kernel, slowly."
     )
 
 
 class CpuMarkerBackend(BaseBackend):
-    """A compiler for the target ``cpu`` that refuses every kernel by name."""
+    """A compiler for the target ``cpu`` that refuses every kernel."""
 
     @staticmethod
     def supports_target(target: GPUTarget) -> bool:
@@ -26,13 +25,13 @@ class CpuMarkerBackend(BaseBackend):
         return "cpu-marker"
 
     def parse_options(self, options: dict) -> NoReturn:
-        refuse("a kernel")
+        refuse("a compiled kernel")
 
-    def add_stages(self, stages: dict, options: object, language: object = None) -> NoReturn:
-        refuse("a kernel")
+    def add_stages(self, stages: dict, options: object, language: object) -> NoReturn:
+        refuse("a compiled kernel")
 
     def load_dialects(self, context: object) -> NoReturn:
-        refuse("a kernel")
+        refuse("a compiled kernel")
 
     def get_module_map(self) -> NoReturn:
-        refuse("a kernel")
+        refuse("a compiled kernel")

@@ -1,0 +1,43 @@
+# The two commands: `make demo` and `make test`. Both set up .venv first, once.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready-$(shell cat requirements-cpu.lock pyproject.toml 2>/dev/null | sha256sum | cut -c1-12)
+
+# Nothing is fetched at run time, and a private cluster of this user needs no token.
+export HF_HUB_OFFLINE := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: help setup demo test lint serve lock clean
+
+help:  ## what there is to make
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY)  ## the virtual environment, locked (a few minutes the first time)
+
+$(READY): requirements-cpu.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed ($(PYTHON) is not found; PYTHON=... names another)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "Python 3.11 is needed; $(PYTHON) is another version"; exit 1; }
+	@[ -x $(BIN)/python ] || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "installing the locked requirements (about 4 GB; a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@rm -f .venv/.ready-* && touch $@
+
+demo: setup  ## the main job: start the service, score two answers three ways, draw them (MODEL=path for another teacher)
+	@$(BIN)/python -m examples.demo $(if $(MODEL),--model $(MODEL))
+
+test: setup  ## all tests (under 10 minutes)
+	@$(BIN)/python -m pytest
+
+lint: setup  ## style
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+serve: setup  ## the service, in the foreground, on 127.0.0.1:8000
+	@$(BIN)/serve run serve_config.yaml
+
+lock: setup  ## renew requirements-cpu.lock
+	@$(BIN)/python .ci/lock.py > requirements-cpu.lock.new && mv requirements-cpu.lock.new requirements-cpu.lock
+
+clean:  ## remove the virtual environment and what runs left behind
+	rm -rf .venv out

@@ -1,0 +1,52 @@
+"""`build_app`: the Serve application of a configuration. `serve run` imports it."""
+
+from __future__ import annotations
+
+import os
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from deployments import pinning
+from deployments.config import AppConfig, TeacherConfig
+from deployments.ingress import Ingress
+from deployments.teacher import Teacher
+from scoring.errors import RefusedSettings
+
+# Admission is the replica's, by tokens; Serve's own count of calls must not come first.
+_MAX_CALLS = 100_000
+
+
+def build_app(config: AppConfig) -> Application:
+    """The application: one Teacher deployment per teacher, and the ingress that holds a Router over them.
+
+    Raises:
+        RefusedSettings: an environment under which Serve cannot carry answers.
+    """
+    pinning.check_ray()
+    if os.environ.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1":
+        raise RefusedSettings(
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 sends handle calls over gRPC, where answers above 4 MiB fail; unset it"
+        )
+    teachers = {name: _teacher(name, teacher) for name, teacher in config.teachers.items()}
+    catalog = {"default": config.default_teacher, "deployments": {name: deployment_name(name) for name in teachers}}
+    return Ingress.bind(catalog, teachers)
+
+
+def deployment_name(teacher: str) -> str:
+    """Name of the deployment that serves a teacher."""
+    return f"Teacher-{teacher}"
+
+
+def _teacher(name: str, config: TeacherConfig) -> Application:
+    deployment = serve.deployment(
+        name=deployment_name(name),
+        num_replicas=config.num_replicas,
+        max_ongoing_requests=_MAX_CALLS,
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        request_router_config=RequestRouterConfig(request_router_class=pinning.PinnedRequestRouter),
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=20,
+    )(Teacher)
+    return deployment.bind(name, config.model_dump(exclude_defaults=True))

@@ -1,0 +1,166 @@
+"""`ScoringClient` and `AsyncScoringClient`: both reads from any process of the Ray cluster.
+
+Each holds a Router of its own: answers come straight from the replicas. Outside the cluster, use
+`scoring.http_client`, which has the same methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from deployments.router import APP_NAME, Router
+from scoring.batches import LabelBatch, MatrixBatch
+from scoring.errors import TeacherUnavailable
+from scoring.reads import LabelRead, MatrixRead
+from scoring.scores import LabelScores, MatrixScores
+
+
+class AsyncScoringClient:
+    """For asynchronous code. Every method is a coroutine; see `ScoringClient` for what they do.
+
+    Args:
+        app_name: the Serve application.
+
+    Raises:
+        TeacherUnavailable: no Ray cluster is running.
+    """
+
+    def __init__(self, app_name: str = APP_NAME) -> None:
+        _connect()
+        self._router = Router(app_name)
+
+    async def teachers(self) -> dict[str, dict[str, Any]]:
+        return await self._router.teachers()
+
+    async def read_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> MatrixScores:
+        return await self._router.read_matrix(
+            reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+        )
+
+    async def read_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> LabelScores:
+        return await self._router.read_labels(
+            reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+        )
+
+
+class ScoringClient:
+    """For ordinary code, also inside an asynchronous actor (where it blocks that actor's loop while it waits).
+
+    Safe to use from several threads. Connects to the running Ray cluster when this process is not connected yet.
+
+    Args:
+        app_name: the Serve application.
+
+    Raises:
+        TeacherUnavailable: no Ray cluster is running.
+    """
+
+    def __init__(self, app_name: str = APP_NAME) -> None:
+        _connect()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="scoring-client", daemon=True)
+        self._thread.start()
+        self._router = Router(app_name)
+
+    def teachers(self) -> dict[str, dict[str, Any]]:
+        """Per teacher what it is and takes: vocabulary, max_length, max_candidates, dtype, hashes, replicas, ..."""
+        return self._wait(self._router.teachers())
+
+    def read_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> MatrixScores:
+        """Answer matrix reads, in their order: `scores[i].logprobs` is float32 [n, K].
+
+        Args:
+            reads: a list of `MatrixRead`, or a `MatrixBatch`.
+            timeout_s: seconds until what is not answered is aborted.
+            return_exceptions: put a failed read's exception in its place instead of raising the first.
+            trace_headers: W3C trace context, handed to vLLM.
+
+        Raises:
+            ScoringError: of the first read that failed, with its index in `read`.
+        """
+        return self._wait(
+            self._router.read_matrix(
+                reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+            )
+        )
+
+    def read_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> LabelScores:
+        """Answer label reads, in their order: `labels[i].logprobs` is float32 [L]. Arguments as for `read_matrix`."""
+        return self._wait(
+            self._router.read_labels(
+                reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+            )
+        )
+
+    def close(self) -> None:
+        """Stop this client's thread. Reads under way are cancelled."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> ScoringClient:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`, run in this client's thread; cancelled there when the wait is interrupted here."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+
+def _connect() -> None:
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False)
+        except ConnectionError as error:
+            raise TeacherUnavailable(
+                "no Ray cluster is running on this machine, and this process is not connected to one "
+                "(start the service: serve run serve_config.yaml; or connect: ray.init(address=...))"
+            ) from error
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,57 @@
+"""Which cores a replica's CPU engine runs on: one lease per replica and node, decided by file locks.
+
+A replica's rank will not do: ranks overlap while replicas are replaced. The kernel drops a lock with the process that
+holds it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CoreLease:
+    """Cores bound to this process for as long as the lease lives."""
+
+    cores: tuple[int, ...]
+    sharers: int  # other replicas that were already on these cores
+    _lock: IO  # open file; closing it ends the lease
+
+
+def lease_cores(count: int, folder: Path | None = None) -> CoreLease:
+    """Take `count` cores of this node that no other replica holds, or share the least used ones. Never waits.
+
+    Args:
+        count: cores of one engine. The allowed cores are cut into sets of this size.
+        folder: where the lock files live; the default is one folder per user of the node.
+
+    Raises:
+        ValueError: the node allows fewer cores than `count`.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if not 1 <= count <= len(allowed):
+        raise ValueError(f"cpu_cores is {count}; this process may use {len(allowed)} cores of its node")
+    sets = [tuple(allowed[i : i + count]) for i in range(0, len(allowed) - count + 1, count)]
+    folder = folder or Path(tempfile.gettempdir()) / f"teacher-scoring-cores-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    sharers = 0
+    while True:
+        for cores in sets:
+            lock = (folder / f"{'-'.join(map(str, cores))}.{sharers}").open("w")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                continue
+            if sharers:
+                logger.warning("all cores of this node are taken; sharing %s with %d other engines", cores, sharers)
+            return CoreLease(cores, sharers, lock)
+        sharers += 1

@@ -1,0 +1,79 @@
+"""What every HTTP route shares: how a request's body comes in, and how an answer or an error goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+
+from scoring.errors import ScoringError
+
+logger = logging.getLogger("ray.serve")
+
+JSON = "application/json"
+
+# Parsing this much JSON takes about 3 ms. More is parsed in a thread, so that other requests get their turn between
+# one read's ids and the next.
+_BIG_BODY = 256 * 1024
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Serve's proxy has read it before this process hears of the request."""
+    return await request.body()
+
+
+async def beside_the_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)`, in a thread when it is about more than 256 KiB (`size`, in bytes)."""
+    return await asyncio.to_thread(work, *args) if size > _BIG_BODY else work(*args)
+
+
+def trace_headers(request: Request) -> dict[str, str] | None:
+    """The W3C trace context of a request, None without one."""
+    found = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
+    return found or None
+
+
+def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """`document` as JSON, ASCII only: a name may hold what no UTF-8 can."""
+    return Response(json.dumps(document, allow_nan=False), status, headers, media_type=JSON)
+
+
+def retry_after(error: ScoringError) -> dict[str, str]:
+    """The Retry-After header of an error that says when to come back: whole seconds, at least one."""
+    seconds = error.details.get("retry_after_s")
+    return {} if seconds is None else {"Retry-After": str(max(1, round(seconds)))}
+
+
+def route_answering_errors(respond: Callable[[Exception], Response]) -> type[APIRoute]:
+    """A FastAPI route class whose every exception becomes the response `respond` makes of it.
+
+    Cancellation (a client that left) is no `Exception` and passes through, down to the engine.
+    """
+
+    class Route(APIRoute):
+        def get_route_handler(self) -> Callable:
+            answer = super().get_route_handler()
+
+            async def answer_or_error(request: Request) -> Response:
+                try:
+                    return await answer(request)
+                except ClientDisconnect:
+                    return Response(status_code=499)  # nobody is there to read it
+                except Exception as error:
+                    return respond(error)
+
+            return answer_or_error
+
+    return Route
+
+
+def log_unexpected(error: Exception) -> None:
+    """One line for the log; callers get a plain sentence, since such a text may hold anything."""
+    logger.error("a request failed unexpectedly: %s: %s", type(error).__name__, " ".join(str(error).split())[:1000])
+    logger.debug("where it failed", exc_info=error)

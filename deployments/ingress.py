@@ -1,0 +1,346 @@
+"""The HTTP door: the routes of this project, and the `Ingress` deployment that serves them.
+
+A route parses, asks its Router, and answers; it knows neither vLLM nor which replica answered. Tokens, not text:
+nothing here has a tokenizer. The routes of other servers, in their own dialect, are in `vllm_routes.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fastapi import APIRouter, FastAPI, Request, Response
+from ray import serve
+from starlette.exceptions import HTTPException
+
+from deployments.http_door import (
+    JSON,
+    beside_the_loop,
+    json_response,
+    log_unexpected,
+    read_body,
+    retry_after,
+    route_answering_errors,
+    trace_headers,
+)
+from deployments.vllm_routes import vllm_routes
+from scoring import wire
+from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
+from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable, UnknownTeacher
+from scoring.reads import LabelRead
+from scoring.scores import LabelScores, MatrixScores
+
+if TYPE_CHECKING:
+    from deployments.router import Router
+
+_READY_FOR_S = 1.0  # how long the answer of /ready stands
+_READY_TIMEOUT_S = 5.0
+_FIRST = -(2**31)  # priority of the readiness read: before everything that waits
+
+_BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
+_SCORES = {"matrix": MatrixScores, "label": LabelScores}
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000)
+@serve.ingress()
+class Ingress:
+    """Serves `build_api` over a Router of its own, and sees to the named actor.
+
+    Args:
+        catalog: teachers and their deployments, as for `Router`.
+        teachers: the Teacher deployments. Not used: binding them here makes them part of the application.
+    """
+
+    async def __init__(self, catalog: dict[str, Any], teachers: Mapping[str, Any]) -> None:
+        from deployments.actor import ensure_actor
+        from deployments.router import Router
+
+        app_name = serve.get_replica_context().app_name
+        self._catalog = catalog
+        self._router = Router(app_name, catalog)
+        await asyncio.to_thread(ensure_actor, app_name, catalog)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(lambda: self._router)
+
+    async def catalog(self) -> dict[str, Any]:
+        """For Routers elsewhere, over a handle: the teachers and their deployments."""
+        return self._catalog
+
+
+def build_api(router: Callable[[], Router]) -> FastAPI:
+    """The HTTP application over a Router.
+
+    Args:
+        router: gives the Router; called once per request, in the event loop that serves it.
+
+    `/docs` loads its scripts from a public CDN, as FastAPI's page does: without internet use `/openapi.json`.
+    """
+    api = FastAPI(
+        title="teacher-scoring",
+        version=version("teacher-scoring"),
+        description="A teacher's log-probabilities of chosen tokens. Ids in, numbers out.",
+    )
+    api.include_router(_own_routes(router))
+    api.include_router(vllm_routes(router))
+    # What no route answered (404, 405) comes in this project's form too.
+    api.add_exception_handler(HTTPException, lambda _, error: error_response(error))
+    return api
+
+
+def error_response(error: Exception) -> Response:
+    """`{"error": {"type", "message", "read", "field", "details", "code"}}` with the status as `code`.
+
+    Of an exception that is none of ours only a plain sentence goes out: no trace, no path.
+    """
+    headers = None
+    if isinstance(error, ScoringError):
+        document, headers = wire.error_to_json(error), retry_after(error)
+    elif isinstance(error, HTTPException):
+        kind = HTTPStatus(error.status_code).phrase.title().replace(" ", "")
+        document = {"type": kind, "message": error.detail, "code": error.status_code}
+        headers = error.headers
+    else:
+        log_unexpected(error)
+        document = {"type": "InternalError", "message": "the service failed on this request; its log says why"}
+    document = {"read": None, "field": None, "details": {}, "code": 500} | document
+    return json_response({"error": document}, document["code"], headers)
+
+
+def _own_routes(router: Callable[[], Router]) -> APIRouter:
+    routes = APIRouter(route_class=route_answering_errors(error_response))
+    readiness = _Readiness(router)
+    started = int(time.time())
+
+    @routes.post("/v1/matrix-reads", openapi_extra=_body("MatrixRead", "response_ids"))
+    async def matrix_reads(request: Request) -> Response:
+        """Log-probabilities of candidates at every response position."""
+        return await _answer_reads("matrix", request, router())
+
+    @routes.post("/v1/label-reads", openapi_extra=_body("LabelRead", "label_ids"))
+    async def label_reads(request: Request) -> Response:
+        """Log-probabilities of label ids as the next token after a prompt."""
+        return await _answer_reads("label", request, router())
+
+    @routes.get("/v1/teachers")
+    async def teachers() -> Response:
+        """What every teacher is and takes."""
+        return json_response({"teachers": await router().teachers(), "schema_version": SCHEMA_VERSION})
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """This process is alive. Says nothing of the teachers: see /ready."""
+        return json_response({"status": "alive"})
+
+    @routes.get("/ready")
+    async def ready(teacher: str | None = None) -> Response:
+        """Every teacher (or the one named) answered a read within the last second."""
+        return json_response({"status": "ready", "teachers": await readiness.check(teacher)})
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        """The teachers, in the shape of vLLM's model list."""
+        known = await router().teachers()
+        return json_response({"object": "list", "data": [_model(name, info, started) for name, info in known.items()]})
+
+    @routes.get("/version")
+    async def versions() -> Response:
+        """`version` is vLLM's own, as its route of this name says it; of the default teacher's engine."""
+        known = await router().teachers()
+        engine = next((info["engine"] for info in known.values() if info.get("default")), "")
+        return json_response(
+            {
+                "version": engine.split(" ")[-1],
+                "teacher_scoring": version("teacher-scoring"),
+                "schema_version": SCHEMA_VERSION,
+            }
+        )
+
+    return routes
+
+
+async def _answer_reads(kind: wire.Kind, request: Request, router: Router) -> Response:
+    """One batch in, one answer out, each in JSON or safetensors."""
+    arrived = time.monotonic()
+    given = _request_form(request)
+    answer_in = _answer_form(request, given)
+    data = await read_body(request)
+    parse = _parse_safetensors if given == wire.SAFETENSORS else _parse_json
+    batch, failed, options = await beside_the_loop(len(data), parse, kind, data)
+    if failed and not options.return_exceptions:
+        raise failed[min(failed)]
+    scores = _SCORES[kind].assemble(0, [])
+    if len(batch):
+        left = options.timeout_s - (time.monotonic() - arrived)
+        if left <= 0:
+            raise DeadlineExceeded(f"the request took longer to read than its timeout_s of {options.timeout_s:g} s")
+        ask = router.read_matrix if kind == "matrix" else router.read_labels
+        scores = await ask(
+            batch, timeout_s=left, return_exceptions=options.return_exceptions, trace_headers=trace_headers(request)
+        )
+    encode, size = wire.encode_scores, scores.values.nbytes
+    if answer_in == JSON:
+        encode, size = _json_bytes, 5 * size  # a float32 is some 20 characters
+    content = await beside_the_loop(size, lambda: encode(_with_failed(kind, scores, failed)))
+    return Response(content, media_type=answer_in)
+
+
+def _parse_safetensors(kind: wire.Kind, data: bytes) -> tuple[Any, dict[int, ScoringError], wire.ReadOptions]:
+    batch, options = wire.decode_batch(kind, data)
+    return batch, {}, options
+
+
+def _parse_json(kind: wire.Kind, data: bytes) -> tuple[Any, dict[int, ScoringError], wire.ReadOptions]:
+    """The good reads of a request as a batch, and the errors of the others by their place in the request."""
+    reads, options = wire.reads_from_json(kind, wire.loads(data))
+    failed = {i: read for i, read in enumerate(reads) if isinstance(read, ScoringError)}
+    good = [read for read in reads if not isinstance(read, ScoringError)]
+    return _BATCH[kind].from_reads(good), failed, options
+
+
+def _with_failed(kind: wire.Kind, scores: Any, failed: dict[int, ScoringError]) -> Any:
+    """`scores` of the good reads, with the failed ones back in their places."""
+    if not failed:
+        return scores
+    answer, count = _SCORES[kind], len(scores) + len(failed)
+    good = np.array([i for i in range(count) if i not in failed], dtype=np.int64)  # int64 [len(scores)]
+    parts = [(np.array([i]), answer.failed(error, 1), np.array([0])) for i, error in failed.items()]
+    return answer.assemble(count, [(good, scores, np.arange(len(scores))), *parts])
+
+
+def _json_bytes(scores: Any) -> bytes:
+    """The JSON answer, written read by read: one `dumps` of it all would hold every other thread up."""
+    document = wire.scores_to_json(scores)
+    results = ",".join(json.dumps(result, allow_nan=False) for result in document["results"])
+    return f'{{"results":[{results}],"schema_version":{document["schema_version"]}}}'.encode()
+
+
+def _request_form(request: Request) -> str:
+    given = request.headers.get("content-type", JSON).split(";")[0].strip().lower()
+    if given not in (JSON, wire.SAFETENSORS):
+        raise HTTPException(415, f"content-type is {given[:80]!r}; allowed are {JSON} and {wire.SAFETENSORS}")
+    return given
+
+
+def _answer_form(request: Request, given: str) -> str:
+    """The form the Accept header likes best; that of the request where it leaves the choice."""
+    wanted = []
+    for entry in request.headers.get("accept", "*/*").split(","):
+        name, *parameters = (part.strip().lower() for part in entry.split(";"))
+        quality = next((p.removeprefix("q=") for p in parameters if p.startswith("q=")), "1")
+        try:
+            wanted.append((-float(quality), name))
+        except ValueError:
+            raise HTTPException(406, f"accept has a quality that is no number: {quality[:20]!r}") from None
+    forms = {JSON: JSON, wire.SAFETENSORS: wire.SAFETENSORS, "*/*": given, "application/*": given}
+    for quality, name in sorted(wanted, key=lambda entry: entry[0]):
+        if name in forms and quality < 0:
+            return forms[name]
+    raise HTTPException(406, f"accept names neither {JSON} nor {wire.SAFETENSORS}")
+
+
+class _Readiness:
+    """Whether teachers answer, asked with a real read, at most once a second and once at a time."""
+
+    def __init__(self, router: Callable[[], Router]) -> None:
+        self._router = router
+        self._asked: dict[str | None, tuple[float, asyncio.Task]] = {}  # by ?teacher=, with the time
+
+    async def check(self, teacher: str | None) -> dict[str, str]:
+        """Per teacher "ready", or "overloaded" when its replicas refuse more for now, which only the living do.
+
+        Raises:
+            ScoringError: a teacher cannot answer.
+        """
+        now = time.monotonic()
+        self._asked = {
+            name: (asked, task)
+            for name, (asked, task) in self._asked.items()
+            if not task.done() or now - asked < _READY_FOR_S
+        }
+        if teacher not in self._asked:
+            # In a context of its own: the caller who happens to be first may leave, and must not take it along.
+            task = asyncio.create_task(self._ask(teacher), context=contextvars.Context())
+            self._asked[teacher] = now, task
+        found = await asyncio.shield(self._asked[teacher][1])
+        if isinstance(found, ScoringError):
+            raise found
+        return found
+
+    async def _ask(self, teacher: str | None) -> dict[str, str] | ScoringError:
+        """What `check` returns or raises, as a value: nobody may be left to see an exception."""
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                known = await self._router().teachers()
+                if not known:
+                    return TeacherUnavailable("no teacher is configured")
+                if teacher is not None and teacher not in known:
+                    return UnknownTeacher(f"is {teacher!r}; the teachers are {', '.join(known)}", field="teacher")
+                names = list(known) if teacher is None else [teacher]
+                return dict(zip(names, await asyncio.gather(*(self._ask_one(name) for name in names)), strict=True))
+        except TimeoutError:
+            return TeacherUnavailable(f"no answer to a one-token read within {_READY_TIMEOUT_S:g} s")
+        except ScoringError as error:
+            return TeacherUnavailable(error.message, **error.details)
+        except Exception as error:
+            log_unexpected(error)
+            return TeacherUnavailable("a one-token read failed; the service's log says why")
+
+    async def _ask_one(self, name: str) -> str:
+        read = LabelRead(prompt_ids=[0], label_ids=[0], teacher=name, priority=_FIRST)
+        try:
+            await self._router().read_labels([read], timeout_s=_READY_TIMEOUT_S)
+        except Overloaded:
+            return "overloaded"
+        except ScoringError as error:
+            raise TeacherUnavailable(f"teacher {name!r} did not answer a one-token read: {error.message}") from error
+        return "ready"
+
+
+def _model(name: str, info: Mapping[str, Any], created: int) -> dict[str, Any]:
+    """One entry of vLLM's model list. It lists no sampling: a teacher answers reads only."""
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": False,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "vllm",
+        "root": info["model"],
+        "parent": None,
+        "max_model_len": info["max_length"],
+        "permission": [permission],
+    }
+
+
+def _body(read: str, second: str) -> dict[str, Any]:
+    """What /docs says of a request: its required fields. The full list is the docstring of the read's class."""
+    ids = {"type": "array", "items": {"type": "integer"}}
+    fields = {"type": "object", "required": ["prompt_ids", second], "properties": {"prompt_ids": ids, second: ids}}
+    options = {
+        "timeout_s": {"type": "number", "default": wire.DEFAULT_TIMEOUT_S, "maximum": wire.MAX_TIMEOUT_S},
+        "return_exceptions": {"type": "boolean", "default": False},
+    }
+    reads = {"type": "array", "items": {**fields, "title": read}}
+    schema = {"type": "object", "required": ["reads"], "properties": {"reads": reads, **options}}
+    binary = {"type": "string", "format": "binary"}
+    return {"requestBody": {"content": {JSON: {"schema": schema}, wire.SAFETENSORS: {"schema": binary}}}}

@@ -1,0 +1,303 @@
+"""`Router`: plans a batch over the replicas, sends every shard to its replica, and puts the answers back in order.
+
+One class, three hosts: the trainer's own process (through `client.py`), the named actor, and the HTTP ingress. It
+calls the replicas directly, so that no process relays everybody's bytes. It knows nothing of HTTP and of vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray import serve
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from deployments import membership, pinning
+from scoring.batches import LabelBatch, MatrixBatch
+from scoring.errors import DeadlineExceeded, InvalidRead, ScoringError, TeacherUnavailable, UnknownTeacher
+from scoring.reads import LabelRead, MatrixRead
+from scoring.scores import LabelScores, MatrixScores
+from scoring.sharding import plan
+
+logger = logging.getLogger(__name__)
+
+APP_NAME = "teacher-scoring"
+MAX_RETRIES = 3
+"""How often a shard that was lost with its replica is planned again."""
+_POLL_S = 0.05
+_ANSWER_MARGIN_S = 2.0
+
+# Ways in which a call fails that say nothing of the reads: reads are idempotent, so they are planned again.
+_LOST = (RayActorError, ObjectLostError, WorkerCrashedError, DeploymentUnavailableError, membership.ReplicaGone)
+
+
+class Router:
+    """Answers batches of reads over the replicas of an application's teachers.
+
+    Use it from one event loop.
+
+    Args:
+        app_name: the Serve application.
+        catalog: what the ingress knows of the teachers (`{"default": name, "deployments": {teacher: deployment}}`);
+            asked of the application's ingress when left out.
+    """
+
+    def __init__(self, app_name: str = APP_NAME, catalog: dict[str, Any] | None = None) -> None:
+        pinning.check_ray()
+        self._app_name = app_name
+        self._catalog = catalog
+        self._handles: dict[str, DeploymentHandle] = {}
+        self._outstanding: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # tokens
+
+    async def teachers(self, timeout_s: float = 60) -> dict[str, dict[str, Any]]:
+        """What every teacher is and takes: the fields of `TeacherInfo`, and `replicas`, how many serve it now.
+
+        Raises:
+            TeacherUnavailable: no application, or no replica answered in time.
+        """
+        deadline = _now() + timeout_s
+        catalog = await self._find_catalog(deadline)
+        found = {}
+        for name in catalog["deployments"]:
+            info = await self._info(name, deadline)
+            found[name] = {**info, "default": name == catalog["default"]}
+        return found
+
+    async def read_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> MatrixScores:
+        """Answer matrix reads, in their order.
+
+        Args:
+            reads: a batch, or reads.
+            timeout_s: seconds until what is not answered is aborted.
+            return_exceptions: put a failed read's exception in its place, as `asyncio.gather` does.
+            trace_headers: W3C trace context for vLLM.
+
+        Raises:
+            ScoringError: of the first read that failed, with its index, unless `return_exceptions`.
+        """
+        batch = _as_batch(MatrixBatch, MatrixRead, reads)
+        return await self._read(MatrixScores, "read_matrix", batch, timeout_s, return_exceptions, trace_headers)
+
+    async def read_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> LabelScores:
+        """Answer label reads, in their order; arguments and errors as for `read_matrix`."""
+        batch = _as_batch(LabelBatch, LabelRead, reads)
+        return await self._read(LabelScores, "read_labels", batch, timeout_s, return_exceptions, trace_headers)
+
+    async def _info(self, teacher: str, deadline: float) -> dict[str, Any]:
+        """What the first replica that answers says of a teacher."""
+        while True:
+            members = await self._members(teacher, deadline)
+            try:
+                return {**await self._call(teacher, members[0], "info", deadline), "replicas": len(members)}
+            except _LOST:
+                await asyncio.sleep(_POLL_S)
+
+    async def _read(
+        self,
+        answer: type[MatrixScores] | type[LabelScores],
+        method: str,
+        batch: MatrixBatch | LabelBatch,
+        timeout_s: float,
+        return_exceptions: bool,
+        trace_headers: Mapping[str, str] | None,
+    ) -> Any:
+        deadline = _now() + _seconds(timeout_s)
+        catalog = await self._find_catalog(deadline)
+        names = [catalog["default"] if name is None else name for name in batch.teachers]
+        jobs, parts = [], []
+        for place, name in enumerate(names):
+            reads = np.flatnonzero(batch.teacher_index == place)
+            if not len(reads):
+                continue
+            if name in catalog["deployments"]:
+                jobs.append(self._read_teacher(answer, method, batch, reads, name, deadline, trace_headers))
+            else:
+                known = ", ".join(catalog["deployments"])
+                error = UnknownTeacher(f"is {name!r}; the teachers are {known}", field="teacher")
+                parts.append((reads, answer.failed(error, len(reads)), np.arange(len(reads))))
+        for some in await _all(jobs):
+            parts += some
+        scores = answer.assemble(len(batch), parts)
+        return scores if return_exceptions else scores.raise_first()
+
+    async def _read_teacher(
+        self,
+        answer: type[MatrixScores] | type[LabelScores],
+        method: str,
+        batch: MatrixBatch | LabelBatch,
+        reads: np.ndarray,
+        teacher: str,
+        deadline: float,
+        trace_headers: Mapping[str, str] | None,
+    ) -> list[tuple[np.ndarray, Any, np.ndarray]]:
+        """The parts of the answer for the reads of one teacher. What a lost replica held is planned again."""
+        costs, parts = batch.tokens(), []
+        for attempt in range(1 + MAX_RETRIES):
+            try:
+                members = await self._members(teacher, deadline)
+            except TeacherUnavailable as error:
+                return [*parts, (reads, answer.failed(error, len(reads)), np.arange(len(reads)))]
+            loads = {m: self._outstanding[teacher][m] for m in members}
+            shards = [(replica, reads[picked]) for replica, picked in plan(costs[reads], loads).items()]
+            answers = await _all(
+                [
+                    self._read_shard(answer, method, batch, shard, teacher, replica, deadline, trace_headers)
+                    for replica, shard in shards
+                ]
+            )
+            lost = [shard for (_, shard), scores in zip(shards, answers, strict=True) if scores is None]
+            parts += [
+                (shard, scores, np.arange(len(shard)))
+                for (_, shard), scores in zip(shards, answers, strict=True)
+                if scores is not None
+            ]
+            if not lost:
+                return parts
+            reads = np.sort(np.concatenate(lost))
+            logger.warning("%d reads of %s were lost with their replica (attempt %d)", len(reads), teacher, attempt + 1)
+        error = TeacherUnavailable(f"its replica died {1 + MAX_RETRIES} times in a row (teacher {teacher!r})")
+        return [*parts, (reads, answer.failed(error, len(reads)), np.arange(len(reads)))]
+
+    async def _read_shard(
+        self,
+        answer: type[MatrixScores] | type[LabelScores],
+        method: str,
+        batch: MatrixBatch | LabelBatch,
+        reads: np.ndarray,
+        teacher: str,
+        replica: str,
+        deadline: float,
+        trace_headers: Mapping[str, str] | None,
+    ) -> Any:
+        """The scores of one shard, or None when its replica was lost."""
+        shard = batch.select(reads)
+        cost = int(shard.tokens().sum())
+        self._outstanding[teacher][replica] += cost
+        try:
+            return await self._call(
+                teacher, replica, method, deadline, shard, timeout_s=deadline - _now(), trace_headers=trace_headers
+            )
+        except _LOST:
+            return None
+        except ScoringError as error:
+            return answer.failed(error, len(reads))
+        finally:
+            self._outstanding[teacher][replica] -= cost
+
+    async def _call(self, teacher: str, replica: str, method: str, deadline: float, *args: Any, **kwargs: Any) -> Any:
+        """One call of `method` on one replica, cancelled there when it is abandoned here."""
+        response = pinning.pinned(self._handle(teacher), replica, method).remote(*args, **kwargs)
+        try:
+            # The replica keeps the deadline; the margin is for its answer to travel.
+            return await asyncio.wait_for(_result(response), max(deadline - _now(), 0) + _ANSWER_MARGIN_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, (ScoringError, *_LOST)):
+                raise error.cause from None
+            raise ScoringError(f"the replica failed: {error.cause!r}") from error
+        except TimeoutError:
+            raise DeadlineExceeded("the replica did not answer within the deadline (timeout_s)") from None
+        finally:
+            response.cancel()
+
+    async def _members(self, teacher: str, deadline: float) -> tuple[str, ...]:
+        """The running replicas of a teacher; waits for the first one.
+
+        Raises:
+            TeacherUnavailable: none came before the deadline.
+        """
+        while not (members := membership.members(self._handle(teacher))):
+            if _now() >= deadline:
+                raise TeacherUnavailable(f"teacher {teacher!r} has no running replica (see `serve status`)")
+            await asyncio.sleep(_POLL_S)
+        return members
+
+    def _handle(self, teacher: str) -> DeploymentHandle:
+        if teacher not in self._handles:
+            deployment = self._catalog["deployments"][teacher]
+            self._handles[teacher] = serve.get_deployment_handle(
+                deployment, self._app_name, _check_exists=False, _record_telemetry=False
+            )
+        return self._handles[teacher]
+
+    async def _find_catalog(self, deadline: float) -> dict[str, Any]:
+        if self._catalog is None:
+            response = _app_handle(self._app_name).catalog.remote()
+            try:
+                self._catalog = await asyncio.wait_for(_result(response), max(deadline - _now(), 0))
+            except TimeoutError:
+                raise TeacherUnavailable(
+                    f"the ingress of application {self._app_name!r} did not answer within the deadline"
+                ) from None
+            finally:
+                response.cancel()
+        return self._catalog
+
+
+def _app_handle(app_name: str) -> DeploymentHandle:
+    if not ray.is_initialized():
+        raise TeacherUnavailable("this process is not connected to Ray: call ray.init(address='auto') first")
+    try:
+        return serve.get_app_handle(app_name)
+    except RayServeException as error:
+        raise TeacherUnavailable(
+            f"no Serve application {app_name!r} runs in this Ray cluster (start it: serve run serve_config.yaml)"
+        ) from error
+
+
+async def _result(response: Any) -> Any:
+    return await response
+
+
+async def _all(jobs: Sequence[Any]) -> list[Any]:
+    """The results of all jobs; when one raises, or the caller is cancelled, the others are cancelled and awaited."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in jobs]
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _seconds(timeout_s: Any) -> float:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise InvalidRead(f"is {timeout_s!r}; allowed are seconds above 0", field="timeout_s")
+    return float(timeout_s)
+
+
+def _as_batch(batch_type: type, read_type: type, reads: Any) -> Any:
+    if isinstance(reads, batch_type):
+        return reads
+    if isinstance(reads, read_type):
+        raise InvalidRead(
+            f"is one {read_type.__name__}; give a list of them, or a {batch_type.__name__}", field="reads"
+        )
+    reads = list(reads)
+    for i, read in enumerate(reads):
+        if not isinstance(read, read_type):
+            raise InvalidRead(f"is a {type(read).__name__}; a {read_type.__name__} is needed", read=i)
+    return batch_type.from_reads(reads)

@@ -1,0 +1,224 @@
+"""The main job, start to end: start the service, score a good and a bad answer three ways, show what came back.
+
+`make demo` runs it; `MODEL=path make demo` on another checkpoint. It starts its own Ray and stops it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # this Ray is started, used and stopped by this process alone
+
+import numpy as np
+import ray
+import yaml
+from ray import serve
+
+from deployments.actor import NAMESPACE
+from deployments.app import build_app
+from deployments.client import ScoringClient
+from deployments.config import DEMO_MODEL, AppConfig
+from deployments.router import APP_NAME
+from scoring import LabelRead, MatrixRead, MatrixScore
+from scoring.demo_teacher import demo_teacher
+from scoring.http_client import HttpScoringClient
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTION = "What is the capital of France?"
+GOOD = "The capital of France is Paris."
+BAD = "The capital of France is Berlin, a town in Italy."
+ALTERNATIVES = " Paris Lyon London Rome Madrid city the a ."  # further candidates at every position
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=DEMO_MODEL, help="folder of a Hugging Face checkpoint (default: SmolLM2)")
+    parser.add_argument("--config", type=Path, default=ROOT / "serve_config.yaml", help="a Serve YAML")
+    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the picture")
+    options = parser.parse_args()
+
+    began = time.monotonic()
+    with step("preparing the checkpoint"):
+        path = str(demo_teacher("bfloat16")) if options.model == DEMO_MODEL else os.path.abspath(options.model)
+        tokenizer = load_tokenizer(path)
+    try:
+        with step("starting Ray, Serve and the replicas"):
+            url = start(options.config, path)
+        prompt = as_prompt(tokenizer, QUESTION)
+        answers = {name: as_ids(tokenizer, text) for name, text in (("good", GOOD), ("bad", BAD))}
+        candidates = candidate_rows(tokenizer, answers)
+        reads = [MatrixRead(prompt, ids, candidates[name]) for name, ids in answers.items()]
+
+        with ScoringClient() as client:
+            teacher = client.teachers()["default"]
+            with step("scoring both answers through ScoringClient"):
+                scores = client.read_matrix(reads)
+            with step("the same through the named actor"):
+                actor = ray.get_actor(APP_NAME, namespace=NAMESPACE)
+                by_actor = ray.get(actor.read_matrix.remote(reads))
+            with step("the same over HTTP"), HttpScoringClient(url) as http:
+                by_http = http.read_matrix(reads)
+            agree(scores, by_actor, by_http, exact=teacher["dtype"] == "float32")
+            with step("one yes/no label read"):
+                verdict = ask_yes_no(client, tokenizer)
+
+        for read, score, (name, text) in zip(reads, scores, (("good", GOOD), ("bad", BAD)), strict=True):
+            print(f"\nThe {name} answer: {text}\n")
+            print(table(tokenizer, read, score))
+        total = [float(s.response_logprobs.sum()) for s in scores]
+        print(f"\nlog p(answer | question): good {total[0]:.2f}, bad {total[1]:.2f}")
+        print(f'label read: "Is {GOOD!r} right?"  p(yes) / (p(yes) + p(no)) = {verdict:.3f}')
+        picture = options.out / "demo.png"
+        with step(f"drawing {picture}"):
+            draw(tokenizer, reads, scores, picture)
+        if total[0] <= total[1] and options.model == DEMO_MODEL:
+            print("FAILED: the teacher prefers the bad answer", file=sys.stderr)
+            return 1
+        print("\nclient, actor and HTTP agree")
+    finally:
+        with step("stopping everything"):
+            stop()
+    print(f"done in {time.monotonic() - began:.1f} s; the picture is {picture}")
+    return 0
+
+
+@contextmanager
+def step(what: str):
+    """Says what is being done, and how long it took."""
+    print(f"{what} ...", flush=True)
+    started = time.monotonic()
+    yield
+    print(f"  {time.monotonic() - started:.1f} s", flush=True)
+
+
+def start(config: Path, model: str) -> str:
+    """Start Ray and the application of a Serve YAML with `model` as its default teacher. Returns the HTTP address."""
+    settings = yaml.safe_load(config.read_text())
+    app = AppConfig.model_validate(settings["applications"][0]["args"])
+    teacher = app.teachers[app.default_teacher]
+    teacher.model = model
+    port = free_port(settings["http_options"]["port"])
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(build_app(app), name=APP_NAME, route_prefix="/")
+    return f"http://127.0.0.1:{port}"
+
+
+def stop() -> None:
+    if ray.is_initialized():
+        serve.shutdown()
+        ray.shutdown()
+
+
+def free_port(preferred: int) -> int:
+    """`preferred`, or another port when that one is taken."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return probe.getsockname()[1]
+            except OSError:
+                print(f"  port {port} is taken; another one is used")
+    raise RuntimeError("no free port on 127.0.0.1")
+
+
+def load_tokenizer(path: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def as_ids(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def as_prompt(tokenizer, question: str) -> list[int]:
+    """The question as the model's chat template writes it; plain text for a model without one."""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return as_ids(tokenizer, text)
+    return tokenizer(f"Question: {question}\nAnswer: ")["input_ids"]
+
+
+def candidate_rows(tokenizer, answers: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Per answer int32 [R, K]: at each position its own token first, then every other token in play."""
+    pool = dict.fromkeys([*answers["good"], *answers["bad"], *as_ids(tokenizer, ALTERNATIVES)])
+    return {
+        name: np.array([[own, *(i for i in pool if i != own)] for own in ids], dtype=np.int32)
+        for name, ids in answers.items()
+    }
+
+
+def agree(scores, by_actor: dict, by_http, exact: bool) -> None:
+    """The three ways in return the same numbers: bit for bit in float32.
+
+    In bf16 a number depends slightly on what the engine batched it with, so there it must agree to 0.1.
+    """
+    for i, score in enumerate(scores):
+        for way, other in (("actor", by_actor["logprobs"][i]), ("HTTP", by_http[i].logprobs)):
+            apart = float(np.abs(score.logprobs - other).max())
+            if other.shape != score.logprobs.shape or apart > (0.0 if exact else 0.1):
+                raise SystemExit(f"FAILED: client and {way} differ by {apart} on read {i}")
+
+
+def ask_yes_no(client: ScoringClient, tokenizer) -> float:
+    """p(yes) among yes and no, for the good answer."""
+    prompt = as_prompt(tokenizer, f"Question: {QUESTION} Answer: {GOOD} Is the answer right? Say only Yes or No.")
+    yes, no = (as_ids(tokenizer, word)[0] for word in ("Yes", "No"))
+    logprobs = client.read_labels([LabelRead(prompt, [yes, no])])[0].logprobs
+    return float(1 / (1 + np.exp(logprobs[1] - logprobs[0])))
+
+
+def table(tokenizer, read: MatrixRead, score: MatrixScore) -> str:
+    """One line per response token: the token, its log-probability, the best candidate and its log-probability."""
+    lines = [f"  {'token':<14}{'log p':>9}   best candidate"]
+    best = score.logprobs.argmax(axis=1)  # int64 [R]
+    for r, token in enumerate(read.response_ids):
+        winner = read.candidate_ids[r, best[r]]
+        name = "(the token itself)" if winner == token else repr(tokenizer.decode([int(winner)]))
+        lines.append(
+            f"  {tokenizer.decode([int(token)])!r:<14}{score.response_logprobs[r]:>9.3f}   "
+            f"{name:<20}{score.logprobs[r, best[r]]:>9.3f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(tokenizer, reads, scores, path: Path) -> None:
+    """A heat map per answer: response tokens across, candidates down, colour = log-probability."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    order = sorted(set(reads[0].candidate_ids[0].tolist()))
+    figure, panels = pyplot.subplots(1, len(reads), figsize=(15, 7), constrained_layout=True, sharey=True)
+    for panel, read, score, name in zip(panels, reads, scores, ("good", "bad"), strict=True):
+        columns = np.argsort(read.candidate_ids, axis=1)  # int64 [R, K]: candidates in rising order of id
+        matrix = np.take_along_axis(score.logprobs, columns, axis=1).T  # float32 [K, R]
+        image = panel.imshow(matrix, aspect="auto", cmap="viridis", vmin=-20, vmax=0)
+        own = [order.index(int(i)) for i in read.response_ids]
+        panel.scatter(
+            range(len(own)), own, marker="s", s=90, facecolors="none", edgecolors="red", label="its own token"
+        )
+        labels = [tokenizer.decode([int(i)]) for i in read.response_ids]
+        panel.set_xticks(range(len(labels)), labels, rotation=60, ha="right")
+        panel.set_yticks(range(len(order)), [tokenizer.decode([i]) for i in order])
+        panel.set_title(f"the {name} answer: log p = {float(score.response_logprobs.sum()):.1f}")
+        panel.set_xlabel("response position")
+    panels[0].set_ylabel("candidate")
+    panels[0].legend(loc="upper left")
+    figure.colorbar(image, ax=panels, label="log-probability given the text before")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

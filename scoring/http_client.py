@@ -1,0 +1,362 @@
+"""`HttpScoringClient` and `AsyncHttpScoringClient`: both reads over HTTP, from anywhere.
+
+They need httpx, numpy and safetensors; no ray, no torch, no vllm. Methods, arguments and errors are those of the
+clients inside the cluster.
+
+An exchange is written once, as a generator that says what to send and how long to wait; the two clients only carry
+that out, each in its own way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from scoring import wire
+from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
+from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable, WrongEngineAnswer
+from scoring.reads import LabelRead, MatrixRead
+from scoring.scores import LabelScores, MatrixScores
+
+logger = logging.getLogger(__name__)
+
+# A connection is reused only while the server surely still holds it: uvicorn drops an idle one after 5 s, Serve's
+# proxy after 90.
+_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=4.0)
+_CONNECT_S = 10.0
+_GRACE_S = 0.25  # the server keeps the deadline; this is for its answer to travel
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_RETRIED = (429, 502, 503, 504)
+# The connection broke, or never was. Reads are idempotent, so it does not matter how far the request had come.
+_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
+_BY_STATUS = {429: Overloaded, 502: TeacherUnavailable, 503: TeacherUnavailable, 504: DeadlineExceeded}
+
+_BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
+_SCORES = {"matrix": MatrixScores, "label": LabelScores}
+
+
+@dataclass(frozen=True)
+class _Send:
+    """Send this, and hand back the response or the error httpx raised."""
+
+    method: str
+    url: str
+    content: bytes | None
+    headers: Mapping[str, str]
+    timeout: httpx.Timeout
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Wait so many seconds."""
+
+    seconds: float
+
+
+_Steps = Generator[_Send | _Wait, httpx.Response | httpx.RequestError | None, Any]
+
+
+class _Client:
+    """What both clients are made with.
+
+    Args:
+        base_url: of the service, such as "http://127.0.0.1:8000".
+        token: sent as a bearer token; None sends none.
+        timeout_s: seconds for a whole call, retries included, where the call names none.
+        binary: safetensors both ways; False speaks JSON, which costs a hundred times the time.
+
+    The environment has no say (httpx's `trust_env` is off): no proxy and no `.netrc` comes between a caller and the
+    URL given.
+    """
+
+    _http_class: type[httpx.Client] | type[httpx.AsyncClient]
+
+    def __init__(
+        self, base_url: str, *, token: str | None = None, timeout_s: float = wire.DEFAULT_TIMEOUT_S, binary: bool = True
+    ) -> None:
+        self._timeout_s = wire.ReadOptions(timeout_s).timeout_s
+        self._binary = binary
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._http = self._http_class(base_url=base_url, headers=headers, limits=_LIMITS, trust_env=False)
+
+    def _read(
+        self,
+        kind: wire.Kind,
+        reads: Any,
+        timeout_s: float | None,
+        return_exceptions: bool,
+        trace_headers: Mapping[str, str] | None,
+    ) -> _Steps:
+        options = wire.ReadOptions(self._timeout_s if timeout_s is None else timeout_s, return_exceptions)
+        batch = reads if isinstance(reads, _BATCH[kind]) else _BATCH[kind].from_reads(list(reads))
+        return _read(kind, batch, options, self._binary, trace_headers or {})
+
+
+class HttpScoringClient(_Client):
+    """For ordinary code. Safe to use from several threads; close it, or use it in a `with` block.
+
+    Args:
+        base_url, token, timeout_s, binary: see `_Client`.
+    """
+
+    _http_class = httpx.Client
+
+    def read_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> MatrixScores:
+        """Answer matrix reads, in their order.
+
+        Args:
+            reads: a batch, or reads.
+            timeout_s: seconds until what is not answered is given up, retries included; None takes the client's.
+            return_exceptions: put a failed read's exception in its place instead of raising the first.
+            trace_headers: W3C trace context (`traceparent`, `tracestate`).
+
+        Raises:
+            ScoringError: of the first read that failed, with its index; or of the call, when the service stayed
+                unreachable or overloaded until the deadline, or when its answer is not the answer to these reads.
+        """
+        return self._run(self._read("matrix", reads, timeout_s, return_exceptions, trace_headers))
+
+    def read_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> LabelScores:
+        """Answer label reads, in their order; arguments and errors as for `read_matrix`."""
+        return self._run(self._read("label", reads, timeout_s, return_exceptions, trace_headers))
+
+    def teachers(self) -> dict[str, dict[str, Any]]:
+        """What every teacher is and takes, by name."""
+        return self._run(_teachers(self._timeout_s))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> HttpScoringClient:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _run(self, steps: _Steps) -> Any:
+        reply = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as finished:
+                return finished.value
+            reply = None
+            if isinstance(step, _Wait):
+                time.sleep(step.seconds)
+                continue
+            try:
+                reply = self._http.request(**vars(step))
+            except httpx.RequestError as error:
+                reply = error
+
+
+class AsyncHttpScoringClient(_Client):
+    """For asynchronous code: `HttpScoringClient` with coroutines, closed by `aclose` or `async with`.
+
+    Args:
+        base_url, token, timeout_s, binary: see `_Client`.
+    """
+
+    _http_class = httpx.AsyncClient
+
+    async def read_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> MatrixScores:
+        """See `HttpScoringClient.read_matrix`."""
+        return await self._run(self._read("matrix", reads, timeout_s, return_exceptions, trace_headers))
+
+    async def read_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> LabelScores:
+        """See `HttpScoringClient.read_labels`."""
+        return await self._run(self._read("label", reads, timeout_s, return_exceptions, trace_headers))
+
+    async def teachers(self) -> dict[str, dict[str, Any]]:
+        """See `HttpScoringClient.teachers`."""
+        return await self._run(_teachers(self._timeout_s))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncHttpScoringClient:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.close()
+
+    async def _run(self, steps: _Steps) -> Any:
+        reply = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as finished:
+                return finished.value
+            reply = None
+            if isinstance(step, _Wait):
+                await asyncio.sleep(step.seconds)
+                continue
+            try:
+                reply = await self._http.request(**vars(step))
+            except httpx.RequestError as error:
+                reply = error
+
+
+def _read(
+    kind: wire.Kind,
+    batch: MatrixBatch | LabelBatch,
+    options: wire.ReadOptions,
+    binary: bool,
+    trace_headers: Mapping[str, str],
+) -> _Steps:
+    """The exchange of one batch for its scores."""
+    if not len(batch):
+        return _SCORES[kind].assemble(0, [])
+    form = wire.SAFETENSORS if binary else "application/json"
+
+    def request(left: float) -> _Send:
+        beside = {"timeout_s": left, "return_exceptions": options.return_exceptions}
+        if binary:
+            content = wire.encode_batch(batch, **beside)
+        else:
+            content = json.dumps(wire.batch_to_json(batch, **beside), allow_nan=False).encode()
+        headers = {"content-type": form, "accept": form, **trace_headers}
+        return _Send("POST", f"/v1/{kind}-reads", content, headers, _timeout(left))
+
+    response = yield from _attempts(request, options.timeout_s)
+    if response.headers.get("content-type") != form:
+        raise WrongEngineAnswer(f"came as {response.headers.get('content-type')!r}; {form!r} was asked for")
+    if binary:
+        scores = wire.decode_scores(kind, response.content)
+    else:
+        scores = wire.scores_from_json(kind, wire.loads(response.content, WrongEngineAnswer))
+    _check_answer(batch, scores)
+    return scores if options.return_exceptions else scores.raise_first()
+
+
+def _teachers(timeout_s: float) -> _Steps:
+    """The exchange for what the teachers are."""
+    response = yield from _attempts(
+        lambda left: _Send("GET", "/v1/teachers", None, {"accept": "application/json"}, _timeout(left)), timeout_s
+    )
+    body = wire.loads(response.content, WrongEngineAnswer)
+    if not isinstance(body, dict) or body.get("schema_version") != SCHEMA_VERSION or "teachers" not in body:
+        raise WrongEngineAnswer(f"is no list of teachers of schema {SCHEMA_VERSION}")
+    return body["teachers"]
+
+
+def _attempts(request: Callable[[float], _Send], timeout_s: float) -> _Steps:
+    """The response 200 to `request(seconds left)`, tried again while it helps and the deadline allows.
+
+    Raises:
+        ScoringError: what the last attempt failed with.
+    """
+    deadline = time.monotonic() + timeout_s
+    for attempt in itertools.count():
+        reply = yield request(deadline - time.monotonic())
+        if isinstance(reply, httpx.Response) and reply.status_code == 200:
+            return reply
+        error, again = _failure(reply)
+        pause = _pause(attempt, error)
+        if not again or time.monotonic() + pause >= deadline:
+            raise error
+        if attempt == 0:
+            logger.warning("%s; trying again until the deadline, %.3g s from now", error, deadline - time.monotonic())
+        yield _Wait(pause)
+
+
+def _timeout(left: float) -> httpx.Timeout:
+    """httpx's own limits: each counts a piece of the exchange, and none may pass the deadline."""
+    return httpx.Timeout(left + _GRACE_S, connect=min(_CONNECT_S, left))
+
+
+def _pause(attempt: int, error: ScoringError) -> float:
+    """Seconds before the next attempt: doubling, and never the same for two clients, or they would come back as one."""
+    pause = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+    return max(pause, error.details.get("retry_after_s", 0) * random.uniform(1.0, 1.25))
+
+
+def _failure(reply: httpx.Response | httpx.RequestError) -> tuple[ScoringError, bool]:
+    """The error of a failed attempt, and whether another attempt may succeed."""
+    if isinstance(reply, httpx.Response):
+        return _error_of(reply), reply.status_code in _RETRIED
+    where, what = reply.request.url, f"{type(reply).__name__}: {reply}".rstrip(": ")
+    if isinstance(reply, _BROKEN):
+        return TeacherUnavailable(f"{where} cannot be reached ({what})"), True
+    if isinstance(reply, httpx.TimeoutException):
+        return DeadlineExceeded(f"{where} did not answer within the deadline, timeout_s ({what})"), False
+    return ScoringError(f"{where}: {what}"), False
+
+
+def _error_of(response: httpx.Response) -> ScoringError:
+    """The error of a response that is not 200: the service's own, or one made from the status of a proxy's."""
+    try:
+        error = wire.error_from_json(wire.loads(response.content, WrongEngineAnswer)["error"])
+    except (WrongEngineAnswer, KeyError, TypeError):
+        text = " ".join(response.text.split())[:200]
+        error = ScoringError(f"{response.request.url} answered {response.status_code}: {text}")
+    if type(error) is ScoringError:
+        kind = _BY_STATUS.get(response.status_code, ScoringError)
+        error = kind(error.message, read=error.read, field=error.field, **error.details)
+    seconds = error.details.get("retry_after_s", response.headers.get("retry-after"))
+    try:
+        error.details["retry_after_s"] = max(0.0, float(seconds))
+    except (TypeError, ValueError):  # none given, or a date
+        error.details.pop("retry_after_s", None)
+    return error
+
+
+def _check_answer(batch: MatrixBatch | LabelBatch, scores: MatrixScores | LabelScores) -> None:
+    """Raise `WrongEngineAnswer` unless `scores` has what `batch` asked for: reads, rows, K or labels, teacher."""
+    if len(scores) != len(batch):
+        raise WrongEngineAnswer(f"{len(scores)} reads were answered; {len(batch)} were asked")
+    for i, score in enumerate(scores):
+        if isinstance(score, ScoringError):
+            continue
+        read = batch[i]
+        if isinstance(read, MatrixRead):
+            rows = np.arange(len(read.response_ids)) if read.rows is None else read.rows  # int64 [n]
+            due = (read.row_count, read.width)
+            if not np.array_equal(score.rows, rows):
+                raise WrongEngineAnswer("was answered for other rows than asked", read=i)
+        else:
+            due = read.label_ids.shape
+        if score.logprobs.shape != due:
+            raise WrongEngineAnswer(f"was answered with {list(score.logprobs.shape)}; {list(due)} is due", read=i)
+        if read.teacher not in (None, score.meta.teacher):
+            raise WrongEngineAnswer(f"was answered by teacher {score.meta.teacher!r}, not {read.teacher!r}", read=i)

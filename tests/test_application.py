@@ -1,0 +1,257 @@
+"""The whole application on real Serve replicas with real engines: both reads through all three ways in."""
+
+import asyncio
+import os
+import time
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this test's own
+
+import numpy as np
+import pytest
+import ray
+from ray import serve
+
+from deployments.actor import NAMESPACE
+from deployments.app import build_app
+from deployments.client import AsyncScoringClient, ScoringClient
+from deployments.config import AppConfig
+from deployments.router import APP_NAME
+from scoring import LabelRead, MatrixBatch, MatrixRead
+from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, UnknownTeacher, VersionMismatch
+from scoring.http_client import HttpScoringClient
+from tests.oracle import hf_logprobs
+
+VOCABULARY = 2048
+LIMIT = 3e-5
+
+
+@pytest.fixture(scope="module")
+def application(engines, tiny_path):
+    """The application with two replicas of the tiny teacher; gives its HTTP address."""
+    engines.close()
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": 18_000})
+        teacher = {
+            "model": str(tiny_path),
+            "dtype": "float32",
+            "num_replicas": 2,
+            "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20},
+        }
+        serve.run(build_app(AppConfig(teachers={"default": teacher})), name=APP_NAME, route_prefix="/")
+        yield "http://127.0.0.1:18000"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(application):
+    with ScoringClient() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(application):
+    with HttpScoringClient(application) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def actor(application):
+    return ray.get_actor(APP_NAME, namespace=NAMESPACE)
+
+
+def make_reads(count=12, seed=0):
+    rng = np.random.default_rng(seed)
+    reads = []
+    for _ in range(count):
+        prompt, response, width = rng.integers(1, 80), rng.integers(1, 80), rng.integers(1, 40)
+        ids = rng.integers(0, VOCABULARY, prompt + response)
+        reads.append(MatrixRead(ids[:prompt], ids[prompt:], rng.integers(0, VOCABULARY, (response, width))))
+    return reads
+
+
+def expected(model, read):
+    """float32 [R, K] and [R], by Hugging Face."""
+    ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
+    rows = hf_logprobs(model, ids).numpy()[len(read.prompt_ids) - 1 : -1]
+    return np.take_along_axis(rows, read.candidate_ids.astype(np.int64), 1), rows[
+        np.arange(len(rows)), read.response_ids
+    ]
+
+
+def test_the_client_answers_as_hugging_face_does(client, tiny_model):
+    reads = make_reads()
+    scores = client.read_matrix(reads)
+    assert len(scores) == len(reads)
+    for read, score in zip(reads, scores, strict=True):
+        logprobs, own = expected(tiny_model, read)
+        assert score.logprobs.shape == logprobs.shape and score.logprobs.dtype == np.float32
+        assert np.abs(score.logprobs - logprobs).max() <= LIMIT
+        assert np.abs(score.response_logprobs - own).max() <= LIMIT
+        assert score.meta.prompt_tokens == len(read.prompt_ids) + len(read.response_ids)
+
+
+def test_client_actor_and_http_agree_bit_for_bit(client, actor, http, application):
+    reads = make_reads(seed=1)
+    by_client = client.read_matrix(reads)
+    by_actor = ray.get(actor.read_matrix.remote(reads))
+    by_http = http.read_matrix(reads)
+    with HttpScoringClient(application, binary=False) as json_client:
+        by_json = json_client.read_matrix(reads)
+    for i, score in enumerate(by_client):
+        np.testing.assert_array_equal(score.logprobs, by_actor["logprobs"][i])
+        np.testing.assert_array_equal(score.logprobs, by_http[i].logprobs)
+        np.testing.assert_array_equal(score.logprobs, by_json[i].logprobs)
+        np.testing.assert_array_equal(score.response_logprobs, by_actor["response_logprobs"][i])
+        np.testing.assert_array_equal(score.response_logprobs, by_http[i].response_logprobs)
+
+
+def test_label_reads_agree_with_hugging_face_through_every_way_in(client, actor, http, tiny_model):
+    reads = [LabelRead([3, 1, 4, 1, 5], [9, 2, 6, 9]), LabelRead([2], [7])]
+    truth = [hf_logprobs(tiny_model, r.prompt_ids.tolist()).numpy()[-1][r.label_ids] for r in reads]
+    by_actor = ray.get(actor.read_labels.remote(reads))
+    for answers in (
+        [s.logprobs for s in client.read_labels(reads)],
+        by_actor["logprobs"],
+        [s.logprobs for s in http.read_labels(reads)],
+    ):
+        for answer, right in zip(answers, truth, strict=True):
+            np.testing.assert_allclose(answer, right, atol=LIMIT, rtol=0)
+
+
+def test_both_replicas_take_part_and_each_has_a_core_of_its_own(client):
+    places = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("placement").results(timeout_s=30)
+    assert len({place["pid"] for place in places}) == 2
+    if len(os.sched_getaffinity(0)) > 1:
+        assert len({place["cores"] for place in places}) == 2
+    import psutil
+
+    def used():
+        return [
+            sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in place["engine"] if psutil.pid_exists(pid))
+            for place in places
+        ]
+
+    before = used()
+    client.read_matrix(make_reads(200, seed=2))
+    assert all(after - start > 0.05 for start, after in zip(before, used(), strict=True))
+
+
+def test_a_pinned_call_reaches_the_replica_it_names(application):
+    from deployments import membership
+    from deployments.pinning import pinned
+
+    handle = serve.get_deployment_handle("Teacher-default", APP_NAME)
+    deadline = time.monotonic() + 10
+    while len(membership.members(handle)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    members = membership.members(handle)
+    assert len(members) == 2
+    calls = [(m, pinned(handle, m, "placement").remote()) for m in members * 12]
+    assert [call.result(timeout_s=30)["replica"] for _, call in calls] == [m for m, _ in calls]
+    with pytest.raises(membership.ReplicaGone):
+        pinned(handle, "nobody", "placement").remote().result(timeout_s=30)
+
+
+def test_a_batch_may_be_an_object_ref_and_the_answer_chains(actor):
+    read = MatrixRead([1, 2], [3, 4], [[5, 6], [7, 8]])
+    ref = actor.read_matrix.remote(ray.put(MatrixBatch.from_reads([read])))
+
+    @ray.remote(num_cpus=0)
+    def total(answer):
+        return float(answer["logprobs"][0].sum())
+
+    assert ray.get(total.remote(ref)) == pytest.approx(float(ray.get(ref)["logprobs"][0].sum()))
+
+
+def test_a_trainer_actor_scores_with_both_clients(client):
+    read = make_reads(1, seed=3)[0]
+
+    @ray.remote
+    class Trainer:
+        def score(self, read):
+            with ScoringClient() as client:
+                return client.read_matrix([read])[0].logprobs
+
+    @ray.remote
+    class AsyncTrainer:
+        async def score(self, read):
+            client = AsyncScoringClient()
+            one, two = await asyncio.gather(client.read_matrix([read]), client.read_matrix([read, read]))
+            assert (one[0].logprobs == two[1].logprobs).all()
+            return one[0].logprobs
+
+    right = client.read_matrix([read])[0].logprobs
+    for trainer in (Trainer.remote(), AsyncTrainer.remote()):
+        np.testing.assert_array_equal(ray.get(trainer.score.remote(read), timeout=60), right)
+
+
+def test_teachers_say_what_they_are_and_take(client, http, actor, tiny_path):
+    teacher = client.teachers()["default"]
+    assert teacher["vocabulary"] == VOCABULARY
+    assert teacher["max_length"] == 512
+    assert teacher["max_candidates"] == 1024
+    assert teacher["dtype"] == teacher["head_dtype"] == "float32"
+    assert teacher["replicas"] == 2
+    assert teacher["weight_version"] == 0
+    assert teacher["model"] == str(tiny_path)
+    assert len(teacher["checkpoint"]) == 16
+    assert http.teachers()["default"] == teacher == ray.get(actor.teachers.remote())["default"]
+
+
+BAD_READS = [
+    (lambda: MatrixRead([1], [2], [[5, VOCABULARY, 7]]), InvalidRead, r"candidate_ids\[0\]\[1\]: is 2048"),
+    (lambda: MatrixRead([VOCABULARY], [2]), InvalidRead, r"prompt_ids\[0\]: is 2048"),
+    (lambda: MatrixRead([1], [-1]), InvalidRead, r"response_ids\[0\]: is -1"),
+    (lambda: MatrixRead([1] * 256, [2] * 256), InvalidRead, r"512\+1 > 512"),
+    (lambda: MatrixRead([1], [2], np.zeros((1, 1025), int)), InvalidRead, "K = 1025.*1024.*max_candidates"),
+    (lambda: MatrixRead([1], [2], teacher="nobody"), UnknownTeacher, "'nobody'; the teachers are default"),
+    (lambda: MatrixRead([1], [2], expect_version=7), VersionMismatch, "version 7.*version 0"),
+]
+
+
+@pytest.mark.parametrize("make, error, message", BAD_READS)
+def test_a_bad_read_gets_the_same_typed_error_through_every_way_in(client, http, actor, make, error, message):
+    good, bad = MatrixRead([1, 2], [3]), make()
+    for read_matrix in (
+        client.read_matrix,
+        http.read_matrix,
+        lambda reads: ray.get(actor.read_matrix.remote(reads)),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            read_matrix([good, bad])
+        error_of_actor = getattr(caught.value, "cause", caught.value)
+        assert error_of_actor.read == 1
+        read_matrix([good])
+
+
+def test_one_bad_read_leaves_the_others_answered(client, http, tiny_model):
+    reads = make_reads(3, seed=4)
+    mixed = [reads[0], MatrixRead([1], [2], [[VOCABULARY]]), *reads[1:]]
+    for scores in (
+        client.read_matrix(mixed, return_exceptions=True),
+        http.read_matrix(mixed, return_exceptions=True),
+    ):
+        assert isinstance(scores[1], InvalidRead) and scores[1].read == 1
+        for i, read in ((0, reads[0]), (2, reads[1]), (3, reads[2])):
+            assert np.abs(scores[i].logprobs - expected(tiny_model, read)[0]).max() <= LIMIT
+
+
+def test_a_deadline_that_passes_is_a_typed_error_and_the_next_read_works(client, http):
+    reads = make_reads(200, seed=5)
+    with pytest.raises(DeadlineExceeded):
+        client.read_matrix(reads, timeout_s=0.05)
+    with pytest.raises(DeadlineExceeded):
+        http.read_matrix(reads, timeout_s=0.05)
+    client.read_matrix(reads[:1])
+
+
+def test_an_empty_list_of_reads_gets_an_empty_answer(client, http):
+    assert len(client.read_matrix([])) == len(client.read_labels([])) == len(http.read_matrix([])) == 0
+
+
+def test_a_missing_application_is_a_sentence(application):
+    with ScoringClient("nothing-here") as client, pytest.raises(TeacherUnavailable, match="no Serve application"):
+        client.read_matrix([MatrixRead([1], [2])])

@@ -1,0 +1,438 @@
+"""Scores are Hugging Face's scores: float32 engines to rounding, bfloat16 ones no further off than Hugging Face.
+
+Expected values come from a Hugging Face forward pass over the whole sequence (`tests/oracle.py`), never from the
+code under test.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+from vllm.v1.metrics.reader import get_metrics_snapshot
+
+from scoring import LabelRead, MatrixRead
+from scoring.batches import MatrixBatch
+from scoring.errors import WrongEngineAnswer
+from tests import golden_read
+from tests.oracle import hf_logprobs
+
+V = 2048
+TINY = 3e-5  # float32 on the tiny teacher, nats
+SMOLLM2 = 5e-4  # float32 on SmolLM2: 30 layers, and logits ten times as large
+
+PROSE = (
+    "My grandmother kept a notebook in the drawer of the kitchen table, and every evening she wrote down what the "
+    "weather had been, what had been picked in the garden and who had come to the door. She never wrote more than "
+    "three lines. When she died, we found forty of these notebooks in the attic, the oldest of them from the year "
+    "she was married. My brother wanted to throw them away, because nothing ever happens in them, but I took them "
+    "home and read them in a single winter. It is true that nothing happens. The apples are early, then they are "
+    "late. A man comes to repair the roof and does not finish. The dog is ill, the dog is better, the dog is not "
+    "mentioned again. But after a few hundred pages I began to notice the small changes: how a name appears once a "
+    "month, then every week, then every day, and how one morning in March the lines are written in another hand, "
+    "and for eleven days the weather is not mentioned at all."
+)
+
+
+def ids(count: int, seed: int = 0, vocabulary: int = V) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
+
+
+def candidates_of(rows: int, width: int, seed: int = 1) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, V, (rows, width)).tolist()
+
+
+def expected(table: torch.Tensor, read: dict, rows: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """What a read's answer is, from the oracle's table [T, V]: float32 [n, K] and [n].
+
+    Row r is position C - 1 + r of the table; a pad and a column that a short row lacks are -inf.
+    """
+    first, response, candidates = len(read["prompt_ids"]) - 1, read["response_ids"], read.get("candidate_ids")
+    rows = list(range(len(response))) if rows is None else rows
+    per_row = [[]] * len(response) if candidates is None else candidates
+    if per_row and not isinstance(per_row[0], list):
+        per_row = [candidates] * len(response)
+    width = max(map(len, per_row), default=0)
+    scores = np.full((len(rows), width), -np.inf, np.float32)
+    for i, r in enumerate(rows):
+        for k, candidate in enumerate(per_row[r]):
+            if candidate >= 0:
+                scores[i, k] = table[first + r, candidate]
+    own = np.array([table[first + r, response[r]] for r in rows], np.float32)
+    return scores, own
+
+
+def assert_scores(score, wanted: tuple[np.ndarray, np.ndarray], tolerance: float) -> None:
+    for found, due in zip((score.logprobs, score.response_logprobs), wanted, strict=True):
+        assert found.dtype == np.float32
+        assert found.shape == due.shape
+        np.testing.assert_allclose(found, due, rtol=0, atol=tolerance)
+
+
+def check_read(engine, model, tolerance: float, **read) -> None:
+    table = hf_logprobs(model, [*read["prompt_ids"], *read["response_ids"]])
+    assert_scores(engine.read_matrix([MatrixRead(**read)])[0], expected(table, read), tolerance)
+
+
+# What runs in the engine's process.
+
+
+def counter(engine, name: str) -> float:
+    """One of vLLM's own counters."""
+    return next(metric.value for metric in get_metrics_snapshot() if metric.name == name)
+
+
+async def steps_of(engine, batch) -> tuple:
+    """The answer to a batch, and how many steps the engine took for it: each reports its scheduler's state."""
+    loggers = engine._llm.logger_manager
+    record, steps = loggers.record, []
+    loggers.record = lambda **report: (steps.append(report["scheduler_stats"]), record(**report))
+    try:
+        scores = await engine.read_matrix(batch)
+    finally:
+        loggers.record = record
+    return scores, len([s for s in steps if s is not None])
+
+
+async def read_with_the_cache(engine, batch, *, always: bool) -> tuple:
+    """The answer to a batch where the first request of a read (or every one) may read vLLM's prefix cache, and
+    for each request whether vLLM gave scores."""
+    params, generate, given = engine._scoring_params, engine._generate, []
+
+    def cached_first(columns, start, **options):
+        if always:
+            options.pop("skip_reading_prefix_cache", None)
+        return params(columns, start, **{"skip_reading_prefix_cache": False, **options})
+
+    async def watched(*args):
+        output = await generate(*args)
+        given.append(output.prompt_token_id_logprobs is not None)
+        return output
+
+    engine._scoring_params, engine._generate = cached_first, watched
+    try:
+        return await engine.read_matrix(batch), given
+    finally:
+        del engine._scoring_params, engine._generate
+
+
+# The tiny teacher in float32.
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 1024])
+def test_candidates_per_position_score_what_hugging_face_says(tiny, tiny_model, width):
+    read = {"prompt_ids": ids(37), "response_ids": ids(90, 1), "candidate_ids": candidates_of(90, width)}
+    check_read(tiny, tiny_model, TINY, **read)
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 1024])
+def test_shared_candidates_score_what_hugging_face_says(tiny, tiny_model, width):
+    check_read(tiny, tiny_model, TINY, prompt_ids=ids(37), response_ids=ids(90, 1), candidate_ids=ids(width, 2))
+
+
+def test_without_candidates_the_response_itself_is_scored(tiny, tiny_model):
+    check_read(tiny, tiny_model, TINY, prompt_ids=ids(37), response_ids=ids(90, 1))
+    (score,) = tiny.read_matrix([MatrixRead(ids(37), ids(90, 1))])
+    assert score.logprobs.shape == (90, 0)
+
+
+def test_short_rows_score_minus_infinity_in_the_columns_they_lack(tiny, tiny_model):
+    ragged = [ids(width, seed=width) for width in (5, 0, 1, 9, 3)]
+    check_read(tiny, tiny_model, TINY, prompt_ids=ids(20), response_ids=ids(5, 1), candidate_ids=ragged)
+    (score,) = tiny.read_matrix([MatrixRead(ids(20), ids(5, 1), [[5, 6, 7], [8], [-1], [9, -1], [4, 4]])])
+    assert np.isneginf(score.logprobs).tolist() == [
+        [False, False, False],
+        [False, True, True],
+        [True, True, True],
+        [False, True, True],
+        [False, False, True],
+    ]
+
+
+def test_a_repeated_candidate_scores_the_same_in_each_column(tiny, tiny_model):
+    repeated = [[3, 3, 9, 3], [7, 7, 7, 7], [1, 2, 1, 2]]
+    check_read(tiny, tiny_model, TINY, prompt_ids=ids(20), response_ids=[3, 7, 7], candidate_ids=repeated)
+
+
+def test_row_r_predicts_response_token_r(tiny, tiny_model):
+    table = hf_logprobs(tiny_model, [11, 12, 13, 77, 78])
+    (one,) = tiny.read_matrix([MatrixRead([11, 12, 13], [77], [[77]])])
+    assert one.logprobs.shape == (1, 1)
+    assert one.logprobs[0, 0] == pytest.approx(table[2, 77].item(), abs=TINY)
+    (two,) = tiny.read_matrix([MatrixRead([11, 12, 13], [77, 78], [[77], [78]])])
+    assert two.logprobs[:, 0] == pytest.approx([table[2, 77].item(), table[3, 78].item()], abs=TINY)
+    assert two.response_logprobs.tolist() == two.logprobs[:, 0].tolist()
+    for neighbour in (table[1, 77].item(), table[3, 77].item()):  # one position early, one late
+        assert abs(one.logprobs[0, 0] - neighbour) > 1e-3
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(1, 1), (1, 40), (40, 1), (256, 255), (1, 510), (510, 1)])
+def test_the_shortest_and_the_longest_reads_are_exact(tiny, tiny_model, prompt, response):
+    read = {"prompt_ids": ids(prompt), "response_ids": ids(response, 1), "candidate_ids": candidates_of(response, 7)}
+    check_read(tiny, tiny_model, TINY, **read)
+
+
+@pytest.mark.parametrize("prompt", [1, 63, 64, 65, 511])
+def test_labels_score_what_hugging_face_says(tiny, tiny_model, prompt):
+    labels = [7, 7, 2047, 0, *ids(124, 3)]  # 128, the most there may be; in the caller's order
+    (score,) = tiny.read_labels([LabelRead(ids(prompt), labels)])
+    wanted = hf_logprobs(tiny_model, ids(prompt))[-1, labels].numpy()
+    assert score.logprobs.dtype == np.float32
+    np.testing.assert_allclose(score.logprobs, wanted, rtol=0, atol=TINY)
+
+
+def test_a_matrix_read_and_a_label_read_of_one_position_agree(tiny):
+    prompt, response, labels = ids(50), ids(30, 1), ids(64, 2)
+    (matrix,) = tiny.read_matrix([MatrixRead(prompt, response, labels)])
+    answers = tiny.read_labels([LabelRead(prompt + response[:r], labels) for r in range(30)])
+    np.testing.assert_allclose(matrix.logprobs, [a.logprobs for a in answers], rtol=0, atol=1e-5)
+
+
+def test_probabilities_over_the_whole_vocabulary_add_up_to_one(tiny):
+    prompt, response = ids(50), ids(70, 1)
+    low, high = tiny.read_matrix(
+        [MatrixRead(prompt, response, range(1024)), MatrixRead(prompt, response, range(1024, 2048))]
+    )
+    whole = np.concatenate([low.logprobs, high.logprobs], axis=1).astype(np.float64)
+    np.testing.assert_allclose(np.exp(whole).sum(axis=1), 1, rtol=0, atol=1e-5)
+    assert low.response_logprobs.tolist() == high.response_logprobs.tolist()
+    assert whole[range(70), response].tolist() == low.response_logprobs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("candidates", "width"), [(np.zeros((0, 5), np.int32), 5), ([3, 4, 5], 3), (None, 0)], ids=["rows", "shared", "none"]
+)
+def test_an_empty_response_has_no_rows_and_keeps_the_width(tiny, candidates, width):
+    (score,) = tiny.read_matrix([MatrixRead([5, 6], [], candidates)])
+    assert score.logprobs.shape == (0, width)
+    assert score.response_logprobs.shape == (0,)
+    assert score.rows.tolist() == []
+
+
+def test_a_batch_of_64_reads_of_mixed_lengths_is_exact(tiny, tiny_model):
+    rng = np.random.default_rng(5)
+    reads = []
+    for i in range(64):
+        prompt, response = (int(n) for n in rng.integers(1, 120, 2))
+        kinds = [candidates_of(response, i + 1, seed=i), ids(i + 1, seed=i), None]
+        reads.append({"prompt_ids": ids(prompt, i), "response_ids": ids(response, 99 - i), "candidate_ids": kinds[i % 3]})
+    scores = tiny.read_matrix([MatrixRead(**read) for read in reads])
+    assert len(scores) == 64
+    assert not scores.errors
+    for read, score in zip(reads, scores, strict=True):
+        table = hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"])
+        assert_scores(score, expected(table, read), TINY)
+
+
+def test_neighbours_and_order_do_not_change_a_score(tiny):
+    reads = [MatrixRead(ids(20 + 7 * i, i), ids(60 - 3 * i, 50 + i), ids(16, i)) for i in range(16)]
+    alone = [tiny.read_matrix([read])[0] for read in reads]
+    for order in (range(16), reversed(range(16)), np.random.default_rng(3).permutation(16).tolist()):
+        order = list(order)
+        together = tiny.read_matrix([reads[i] for i in order])
+        for i, score in zip(order, together, strict=True):
+            np.testing.assert_allclose(score.logprobs, alone[i].logprobs, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(score.response_logprobs, alone[i].response_logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "answered"),
+    [
+        (slice(5, 9), [5, 6, 7, 8]),
+        (slice(None, None, 5), [0, 5, 10]),
+        ([5, 9], [5, 9]),
+        ([9, 0, 5], [9, 0, 5]),
+        (np.array([11]), [11]),
+        ([r in (0, 3, 11) for r in range(12)], [0, 3, 11]),
+        (np.arange(12) > 9, [10, 11]),
+        ([], []),
+        ([False] * 12, []),
+    ],
+    ids=["slice", "stride", "list", "order", "array", "flags", "mask", "none", "no-flags"],
+)
+@pytest.mark.parametrize("kind", ["rows", "shared", "omitted"])
+def test_chosen_rows_are_those_of_the_full_answer_bit_for_bit(tiny, kind, rows, answered):
+    candidates = {"rows": candidates_of(12, 5), "shared": ids(5), "omitted": None}[kind]
+    prompt, response = ids(60), ids(12, 1)  # the border of the first chunk lies inside the response
+    (full,) = tiny.read_matrix([MatrixRead(prompt, response, candidates)])
+    (part,) = tiny.read_matrix([MatrixRead(prompt, response, candidates, rows=rows)])
+    assert part.rows.tolist() == answered
+    assert part.logprobs.tolist() == full.logprobs[answered].tolist()
+    assert part.response_logprobs.tolist() == full.response_logprobs[answered].tolist()
+    assert part.logprobs.shape == (len(answered), 0 if kind == "omitted" else 5)
+
+
+def test_two_slices_laid_end_to_end_are_the_full_answer_bit_for_bit(tiny):
+    prompt, response, candidates = ids(31), ids(480, 1), candidates_of(480, 16)
+    full, first, second = tiny.read_matrix(
+        [MatrixRead(prompt, response, candidates, rows=rows) for rows in (None, slice(0, 240), slice(240, 480))]
+    )
+    assert np.concatenate([first.logprobs, second.logprobs]).tolist() == full.logprobs.tolist()
+    assert np.concatenate([first.response_logprobs, second.response_logprobs]).tolist() == full.response_logprobs.tolist()
+
+
+def test_sampling_defaults_of_the_checkpoint_change_nothing(tiny, tiny_path, tiny_model):
+    assert json.loads((tiny_path / "generation_config.json").read_text())["top_k"] == 20
+    # Far more than 20 candidates, most of them outside the 20 best: none is -inf and none is scaled.
+    read = {"prompt_ids": ids(10), "response_ids": ids(10, 1), "candidate_ids": ids(500, 2)}
+    check_read(tiny, tiny_model, TINY, **read)
+    (labels,) = tiny.read_labels([LabelRead(ids(10), ids(128, 2))])
+    np.testing.assert_allclose(labels.logprobs, hf_logprobs(tiny_model, ids(10))[-1, ids(128, 2)], rtol=0, atol=TINY)
+
+
+@pytest.mark.parametrize("length", [65, 63])
+def test_the_same_read_twice_gives_the_same_answer(tiny, tiny_model, length):
+    read = {"prompt_ids": ids(length - 20), "response_ids": ids(20, 1), "candidate_ids": candidates_of(20, 8)}
+    check_read(tiny, tiny_model, TINY, **read)
+    first, second = (tiny.read_matrix([MatrixRead(**read)])[0] for _ in range(2))
+    assert second.logprobs.shape == (20, 8)
+    assert second.logprobs.tolist() == first.logprobs.tolist()
+
+
+def test_a_label_read_after_a_matrix_read_of_the_same_tokens_is_exact(tiny, tiny_model):
+    prompt = ids(200, 77)
+    tiny.read_matrix([MatrixRead(prompt[:100], prompt[100:])])
+    (score,) = tiny.read_labels([LabelRead(prompt, [1, 2, 3])])
+    assert score.meta.cached_tokens == 192  # whole blocks of 32, the last token never
+    np.testing.assert_allclose(score.logprobs, hf_logprobs(tiny_model, prompt)[-1, [1, 2, 3]], rtol=0, atol=TINY)
+
+
+def test_scores_lost_to_a_prefix_cache_hit_are_asked_for_again(tiny, tiny_model):
+    read = {"prompt_ids": ids(96, 81), "response_ids": ids(40, 82), "candidate_ids": candidates_of(40, 8)}
+    wanted = expected(hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"]), read)
+    batch = MatrixBatch.from_reads([MatrixRead(**read)])
+    cold, given = tiny.call(read_with_the_cache, batch, always=False)
+    assert given == [True]
+    warm, given = tiny.call(read_with_the_cache, batch, always=False)
+    assert given == [False, True]  # vLLM leaves the scores out once; the second request brings them
+    for scores in (cold, warm):
+        assert_scores(scores[0], wanted, TINY)
+
+
+def test_scores_lost_twice_are_an_error_and_never_made_up(tiny):
+    read = MatrixRead(ids(96, 83), ids(40, 84), candidates_of(40, 8))
+    batch = MatrixBatch.from_reads([read])
+    tiny.read_matrix(batch)
+    scores, given = tiny.call(read_with_the_cache, batch, always=True)
+    assert given == [False, False]
+    assert isinstance(scores[0], WrongEngineAnswer)
+    assert "no scores" in str(scores[0])
+
+
+def test_the_golden_numbers_are_still_those_of_hugging_face():
+    record = json.loads(golden_read.FILE.read_text())
+    made_with = f"made with torch {record['torch']} and transformers {record['transformers']}"
+    np.testing.assert_allclose(golden_read.compute(), record["logprobs"], rtol=0, atol=5e-5, err_msg=made_with)
+
+
+def test_the_golden_read_gives_its_golden_numbers(tiny):
+    record = json.loads(golden_read.FILE.read_text())
+    (score,) = tiny.read_matrix([MatrixRead(record["prompt_ids"], record["response_ids"], record["candidate_ids"])])
+    assert score.logprobs.size == 60
+    np.testing.assert_allclose(score.logprobs, record["logprobs"], rtol=0, atol=5e-5)
+
+
+# How the engine cuts the work.
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 200])
+def test_chunked_prefill_scores_as_one_prefill_does(tiny, tiny_cramped, tiny_model, length):
+    read = {"prompt_ids": ids(20, length), "response_ids": ids(length - 20, 1), "candidate_ids": ids(16, 2)}
+    batch = MatrixBatch.from_reads([MatrixRead(**read)])
+    (in_chunks,), chunks = tiny.call(steps_of, batch)
+    (at_once,), one = tiny_cramped.call(steps_of, batch)
+    assert (chunks, one) == (math.ceil(length / 64), 1)
+    np.testing.assert_allclose(in_chunks.logprobs, at_once.logprobs, rtol=0, atol=1e-5)
+    assert_scores(at_once, expected(hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"]), read), TINY)
+
+
+def test_reads_that_were_preempted_are_exact(tiny_cramped, tiny_model):
+    reads = [
+        {"prompt_ids": ids(60, i), "response_ids": ids(340, 20 + i), "candidate_ids": candidates_of(340, 8, seed=i)}
+        for i in range(8)
+    ]
+    before = tiny_cramped.call(counter, "vllm:num_preemptions")
+    scores = tiny_cramped.read_matrix([MatrixRead(**read) for read in reads])
+    assert tiny_cramped.call(counter, "vllm:num_preemptions") - before >= 4
+    for read, score in zip(reads, scores, strict=True):
+        table = hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"])
+        assert_scores(score, expected(table, read), TINY)
+
+
+def test_logits_are_hugging_faces_logits(tiny_logits, tiny_model):
+    read = {"prompt_ids": ids(37), "response_ids": ids(90, 1), "candidate_ids": candidates_of(90, 64)}
+    with torch.inference_mode():
+        logits = tiny_model(torch.tensor([read["prompt_ids"] + read["response_ids"]])).logits[0]  # float32 [T, V]
+    (matrix,) = tiny_logits.read_matrix([MatrixRead(**read)])
+    assert_scores(matrix, expected(logits, read), TINY)
+    (labels,) = tiny_logits.read_labels([LabelRead(read["prompt_ids"], ids(100, 2))])
+    np.testing.assert_allclose(labels.logprobs, logits[36, ids(100, 2)], rtol=0, atol=TINY)
+    assert matrix.meta.scores == labels.meta.scores == "logits"
+    (padded,) = tiny_logits.read_matrix([MatrixRead([5], [6], [[7, -1]])])
+    assert np.isneginf(padded.logprobs).tolist() == [[False, True]]
+
+
+# SmolLM2 on prose.
+
+
+@pytest.fixture(scope="module")
+def prose(smollm2_path) -> list[int]:
+    return AutoTokenizer.from_pretrained(smollm2_path)(PROSE)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def prose_f32(smollm2_path, prose) -> torch.Tensor:
+    """What Hugging Face says in float32: log-probabilities [T, 49152]."""
+    return hf_logprobs(smollm2_path, prose)
+
+
+@pytest.fixture(scope="module")
+def prose_read(prose, prose_f32) -> dict:
+    """Most of the prose as a response, with what is likely at each position and some of what is not, K = 64."""
+    likely = prose_f32[39:-1].topk(32).indices.tolist()
+    unlikely = np.random.default_rng(0).integers(0, 49_152, (len(likely), 32)).tolist()
+    candidates = [a + b for a, b in zip(likely, unlikely, strict=True)]
+    return {"prompt_ids": prose[:40], "response_ids": prose[40:], "candidate_ids": candidates}
+
+
+def mean_error(score, wanted: tuple[np.ndarray, np.ndarray]) -> float:
+    return float(np.abs(np.column_stack([score.logprobs, score.response_logprobs]) - np.column_stack(wanted)).mean())
+
+
+def test_smollm2_scores_prose_as_hugging_face_does(smollm2_f32, prose, prose_f32, prose_read):
+    assert 200 < len(prose) < 400
+    assert_scores(smollm2_f32.read_matrix([MatrixRead(**prose_read)])[0], expected(prose_f32, prose_read), SMOLLM2)
+    reads = [
+        {"prompt_ids": prose[:1], "response_ids": prose[1:]},
+        {"prompt_ids": prose[:1], "response_ids": prose[1:2], "candidate_ids": list(range(0, 49_152, 48))},
+        {"prompt_ids": prose[:100], "response_ids": prose[100:150], "candidate_ids": list(range(0, 49_152, 48))},
+        {"prompt_ids": prose[:100], "response_ids": prose[100:117], "candidate_ids": [p[: 1 + i] for i, p in enumerate(prose_read["candidate_ids"][60:77])]},
+    ]
+    for read, score in zip(reads, smollm2_f32.read_matrix([MatrixRead(**read) for read in reads]), strict=True):
+        assert_scores(score, expected(prose_f32, read), SMOLLM2)
+    (labels,) = smollm2_f32.read_labels([LabelRead(prose[:200], [0, 49_151, prose[200]])])
+    np.testing.assert_allclose(labels.logprobs, prose_f32[199, [0, 49_151, prose[200]]], rtol=0, atol=SMOLLM2)
+
+
+def test_in_bfloat16_scores_are_no_further_off_than_hugging_faces(
+    smollm2_bf16, smollm2_path, prose, prose_f32, prose_read
+):
+    (score,) = smollm2_bf16.read_matrix([MatrixRead(**prose_read)])
+    theirs = expected(hf_logprobs(smollm2_path, prose, torch.bfloat16), prose_read)
+    truth = expected(prose_f32, prose_read)
+    their_error = float(np.abs(np.column_stack(theirs) - np.column_stack(truth)).mean())
+    assert 0.01 < their_error < 0.2
+    assert mean_error(score, truth) <= their_error
+
+
+def test_a_float32_head_brings_a_bfloat16_body_closer_to_the_truth(
+    smollm2_bf16, smollm2_bf16_head_f32, prose_f32, prose_read
+):
+    (plain,) = smollm2_bf16.read_matrix([MatrixRead(**prose_read)])
+    (with_head,) = smollm2_bf16_head_f32.read_matrix([MatrixRead(**prose_read)])
+    truth = expected(prose_f32, prose_read)
+    assert mean_error(with_head, truth) < mean_error(plain, truth)
+    assert (plain.meta.dtype, plain.meta.head_dtype) == ("bfloat16", "bfloat16")
+    assert (with_head.meta.dtype, with_head.meta.head_dtype) == ("bfloat16", "float32")
