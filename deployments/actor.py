@@ -38,11 +38,10 @@ class TeacherScoringActor:
 
     Args:
         app_name: the Serve application.
-        catalog: as for `Router`.
     """
 
-    def __init__(self, app_name: str, catalog: dict[str, Any]) -> None:
-        self._router = Router(app_name, catalog)
+    def __init__(self, app_name: str) -> None:
+        self._router = Router(app_name)
         me = ray.get_runtime_context().current_actor
         threading.Thread(target=_leave_with_application, args=(app_name, me), daemon=True).start()
 
@@ -91,7 +90,7 @@ class TeacherScoringActor:
         return scores.to_dict()
 
 
-def ensure_actor(app_name: str, catalog: dict[str, Any]) -> ray.actor.ActorHandle:
+def ensure_actor(app_name: str) -> ray.actor.ActorHandle:
     """The named actor of this application, created when there is none or when it runs other code.
 
     Its name is the application's own.
@@ -106,14 +105,14 @@ def ensure_actor(app_name: str, catalog: dict[str, Any]) -> ray.actor.ActorHandl
         max_task_retries=-1,
         max_concurrency=1000,
     )
-    actor = create.remote(app_name, catalog)
+    actor = create.remote(app_name)
     try:
         if ray.get(actor.code_version.remote(), timeout=_START_S) == CODE_VERSION:
             return actor
     except ray.exceptions.RayError as error:
         logger.warning("the named actor does not answer (%s); it is replaced", error)
     ray.kill(actor)
-    actor = create.remote(app_name, catalog)
+    actor = create.remote(app_name)
     ray.get(actor.code_version.remote(), timeout=_START_S)
     return actor
 

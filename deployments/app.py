@@ -48,5 +48,6 @@ def _teacher(name: str, config: TeacherConfig) -> Application:
         request_router_config=RequestRouterConfig(request_router_class=pinning.PinnedRequestRouter),
         health_check_period_s=2,
         graceful_shutdown_timeout_s=20,
+        logging_config={"enable_access_log": False},
     )(Teacher)
     return deployment.bind(name, config.model_dump(exclude_defaults=True))

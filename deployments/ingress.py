@@ -65,7 +65,7 @@ class Ingress:
         app_name = serve.get_replica_context().app_name
         self._catalog = catalog
         self._router = Router(app_name, catalog)
-        await asyncio.to_thread(ensure_actor, app_name, catalog)
+        await asyncio.to_thread(ensure_actor, app_name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(lambda: self._router)

@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import membership, pinning
 from scoring.batches import LabelBatch, MatrixBatch
@@ -33,6 +33,8 @@ MAX_RETRIES = 3
 """How often a shard that was lost with its replica is planned again."""
 _POLL_S = 0.05
 _ANSWER_MARGIN_S = 2.0
+_CATALOG_FRESH_S = 5.0
+_CATALOG_PATIENCE_S = 0.5
 
 # Ways in which a call fails that say nothing of the reads: reads are idempotent, so they are planned again.
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError, DeploymentUnavailableError, membership.ReplicaGone)
@@ -45,14 +47,17 @@ class Router:
 
     Args:
         app_name: the Serve application.
-        catalog: what the ingress knows of the teachers (`{"default": name, "deployments": {teacher: deployment}}`);
-            asked of the application's ingress when left out.
+        catalog: what the ingress knows of the teachers (`{"default": name, "deployments": {teacher: deployment}}`).
+            Left out, it is asked of the application's ingress, and asked again every few seconds, since a redeploy
+            may change it.
     """
 
     def __init__(self, app_name: str = APP_NAME, catalog: dict[str, Any] | None = None) -> None:
         pinning.check_ray()
         self._app_name = app_name
         self._catalog = catalog
+        self._catalog_until = float("inf") if catalog else 0.0  # on the event loop's clock
+        self._ingress: DeploymentHandle | None = None
         self._handles: dict[str, DeploymentHandle] = {}
         self._outstanding: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # tokens
 
@@ -206,19 +211,17 @@ class Router:
             self._outstanding[teacher][replica] -= cost
 
     async def _call(self, teacher: str, replica: str, method: str, deadline: float, *args: Any, **kwargs: Any) -> Any:
-        """One call of `method` on one replica, cancelled there when it is abandoned here."""
+        """One call of `method` on one replica."""
         response = pinning.pinned(self._handle(teacher), replica, method).remote(*args, **kwargs)
         try:
             # The replica keeps the deadline; the margin is for its answer to travel.
-            return await asyncio.wait_for(_result(response), max(deadline - _now(), 0) + _ANSWER_MARGIN_S)
+            return await _result(response, max(deadline - _now(), 0) + _ANSWER_MARGIN_S)
         except RayTaskError as error:
             if isinstance(error.cause, (ScoringError, *_LOST)):
                 raise error.cause from None
             raise ScoringError(f"the replica failed: {error.cause!r}") from error
         except TimeoutError:
             raise DeadlineExceeded("the replica did not answer within the deadline (timeout_s)") from None
-        finally:
-            response.cancel()
 
     async def _members(self, teacher: str, deadline: float) -> tuple[str, ...]:
         """The running replicas of a teacher; waits for the first one.
@@ -241,16 +244,21 @@ class Router:
         return self._handles[teacher]
 
     async def _find_catalog(self, deadline: float) -> dict[str, Any]:
-        if self._catalog is None:
-            response = _app_handle(self._app_name).catalog.remote()
+        if _now() >= self._catalog_until:
+            # A known catalog outlives the ingress: without an answer it stands.
+            patience = max(deadline - _now(), 0) if self._catalog is None else _CATALOG_PATIENCE_S
             try:
-                self._catalog = await asyncio.wait_for(_result(response), max(deadline - _now(), 0))
-            except TimeoutError:
-                raise TeacherUnavailable(
-                    f"the ingress of application {self._app_name!r} did not answer within the deadline"
-                ) from None
-            finally:
-                response.cancel()
+                if self._ingress is None:  # asks the controller, which blocks
+                    self._ingress = await asyncio.to_thread(_app_handle, self._app_name)
+                self._catalog = await _result(self._ingress.catalog.remote(), patience)
+            except (TimeoutError, TeacherUnavailable, *_LOST) as error:
+                if self._catalog is None:
+                    if isinstance(error, TeacherUnavailable):
+                        raise
+                    raise TeacherUnavailable(
+                        f"the ingress of application {self._app_name!r} did not answer within the deadline"
+                    ) from None
+            self._catalog_until = _now() + _CATALOG_FRESH_S
         return self._catalog
 
 
@@ -265,8 +273,21 @@ def _app_handle(app_name: str) -> DeploymentHandle:
         ) from error
 
 
-async def _result(response: Any) -> Any:
-    return await response
+async def _result(response: DeploymentResponse, timeout_s: float) -> Any:
+    """What the call returned; cancelled at the replica when it is abandoned here.
+
+    Raises:
+        TimeoutError: no answer in time.
+    """
+
+    async def answer() -> Any:
+        return await response
+
+    try:
+        return await asyncio.wait_for(answer(), timeout_s)
+    except BaseException:
+        response.cancel()
+        raise
 
 
 async def _all(jobs: Sequence[Any]) -> list[Any]:

@@ -68,6 +68,12 @@ class _Ragged:
             if name is not None and not isinstance(name, str):
                 raise InvalidRead(f"holds {name!r}; a teacher is named by a string", field="teachers")
 
+    def _place(self, i: int) -> int:
+        """`i`, which may count from the end, as it lies in [0, N)."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"read {i} of {len(self)}")
+        return int(i) % len(self)
+
     def _columns(self, i: int) -> dict[str, Any]:
         """The fields that both kinds of read have, of read i."""
         version = int(self.expect_version[i])
@@ -78,8 +84,12 @@ class _Ragged:
         }
 
     def select(self, indices: Sequence[int] | np.ndarray):
-        """The batch of these reads, in this order."""
-        indices = np.asarray(indices, dtype=np.int64)
+        """The batch of these reads, in this order.
+
+        Raises:
+            IndexError: there is no such read.
+        """
+        indices = np.arange(len(self))[np.asarray(indices) if len(indices) else slice(0)]  # int64 [n]
         columns: dict[str, Any] = {"teachers": self.teachers}
         for f in fields(self):
             if f.name in self._flat:
@@ -216,10 +226,12 @@ class MatrixBatch(_Ragged):
                 field="cu_seqlens",
             )
         response_lens = np.diff(bounds) - prompts
-        if (np.diff(bounds) < 0).any() or (response_lens < 0).any():
-            i = int(np.flatnonzero((np.diff(bounds) < 0) | (response_lens < 0))[0])
+        wrong = (prompts < 1) | (response_lens < 0)  # bool [B]
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
             raise InvalidRead(
-                f"is {prompts[i]}; the sample has {bounds[i + 1] - bounds[i]} tokens",
+                f"is {prompts[i]}; the sample has {bounds[i + 1] - bounds[i]} tokens, of which the prompt has at least "
+                "one",
                 field=f"prompt_lens[{i}]",
             )
         candidates = None if candidate_ids is None else candidate_matrix(candidate_ids, "candidate_ids")
@@ -245,8 +257,10 @@ class MatrixBatch(_Ragged):
         """Read i.
 
         Raises:
+            IndexError: there is no read i.
             InvalidRead: the arrays do not hold a valid read there (a batch may come from outside).
         """
+        i = self._place(i)
         start, end, c = int(self.offsets[i]), int(self.offsets[i + 1]), int(self.prompt_lens[i])
         mode, width = int(self.modes[i]), int(self.widths[i])
         flat = self.candidate_ids[self.candidate_offsets[i] : self.candidate_offsets[i + 1]]
@@ -305,6 +319,7 @@ class LabelBatch(_Ragged):
         )
 
     def __getitem__(self, i: int) -> LabelRead:
+        i = self._place(i)
         return LabelRead(
             self.ids[self.offsets[i] : self.offsets[i + 1]],
             self.label_ids[self.label_offsets[i] : self.label_offsets[i + 1]],

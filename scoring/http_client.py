@@ -67,17 +67,7 @@ _Steps = Generator[_Send | _Wait, httpx.Response | httpx.RequestError | None, An
 
 
 class _Client:
-    """What both clients are made with.
-
-    Args:
-        base_url: of the service, such as "http://127.0.0.1:8000".
-        token: sent as a bearer token; None sends none.
-        timeout_s: seconds for a whole call, retries included, where the call names none.
-        binary: safetensors both ways; False speaks JSON, which costs a hundred times the time.
-
-    The environment has no say (httpx's `trust_env` is off): no proxy and no `.netrc` comes between a caller and the
-    URL given.
-    """
+    """What both clients are made with; see `HttpScoringClient`."""
 
     _http_class: type[httpx.Client] | type[httpx.AsyncClient]
 
@@ -106,7 +96,13 @@ class HttpScoringClient(_Client):
     """For ordinary code. Safe to use from several threads; close it, or use it in a `with` block.
 
     Args:
-        base_url, token, timeout_s, binary: see `_Client`.
+        base_url: of the service, such as "http://127.0.0.1:8000".
+        token: sent as a bearer token; None sends none.
+        timeout_s: seconds for a whole call, retries included, where the call names none.
+        binary: safetensors both ways; False speaks JSON, which costs a hundred times the time.
+
+    The environment has no say (httpx's `trust_env` is off): no proxy and no `.netrc` comes between a caller and the
+    URL given.
     """
 
     _http_class = httpx.Client
@@ -176,11 +172,7 @@ class HttpScoringClient(_Client):
 
 
 class AsyncHttpScoringClient(_Client):
-    """For asynchronous code: `HttpScoringClient` with coroutines, closed by `aclose` or `async with`.
-
-    Args:
-        base_url, token, timeout_s, binary: see `_Client`.
-    """
+    """For asynchronous code: `HttpScoringClient` with coroutines, its arguments included."""
 
     _http_class = httpx.AsyncClient
 
@@ -255,7 +247,7 @@ def _read(
             content = wire.encode_batch(batch, **beside)
         else:
             content = json.dumps(wire.batch_to_json(batch, **beside), allow_nan=False).encode()
-        headers = {"content-type": form, "accept": form, **trace_headers}
+        headers = {**trace_headers, "content-type": form, "accept": form}
         return _Send("POST", f"/v1/{kind}-reads", content, headers, _timeout(left))
 
     response = yield from _attempts(request, options.timeout_s)

@@ -75,13 +75,14 @@ def row_indices(value: Any, response_length: int, field: str = "rows") -> np.nda
             if part is not None and (isinstance(part, bool) or not isinstance(part, int | np.integer)):
                 raise InvalidRead(f"is {value}; a slice of rows has integer bounds", field=field)
         start, stop = value.start or 0, response_length if value.stop is None else value.stop
-        if start < 0 or stop < 0 or (value.step or 1) < 1 or stop > response_length:
+        step = 1 if value.step is None else value.step
+        if step < 1 or not (0 <= start <= response_length and 0 <= stop <= response_length):
             raise InvalidRead(
                 f"is {value}; a slice of rows has bounds in [0, {response_length}] (the response's length) "
                 "and a positive step",
                 field=field,
             )
-        return np.arange(start, stop, value.step or 1, dtype=np.int64)
+        return np.arange(start, stop, step, dtype=np.int64)
     if isinstance(value, list | tuple) and value and all(isinstance(x, bool | np.bool_) for x in value):
         value = np.array(value, dtype=bool)
     array = _as_array(value, field, allow_bool=True)
@@ -110,6 +111,10 @@ def row_indices(value: Any, response_length: int, field: str = "rows") -> np.nda
 def _as_array(value: Any, field: str, allow_bool: bool = False) -> np.ndarray:
     """`value` as an integer array (bool too where allowed), without ever changing a value's type."""
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        if value.is_floating_point():  # bfloat16 has no NumPy counterpart
+            if value.numel():
+                raise InvalidRead(f"has dtype {value.dtype}; token ids are integers", field=field)
+            value = value.int()
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "iu" or (allow_bool and value.dtype == bool) or value.size == 0:

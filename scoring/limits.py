@@ -62,7 +62,7 @@ class TeacherLimits:
         """How many ids are legal for the model and unknown to its tokenizer. 0 when there is no tokenizer."""
         if self.tokenizer_size is None or self.tokenizer_size >= self.vocabulary:
             return 0
-        return sum(int((ids >= self.tokenizer_size).sum()) for ids in arrays)
+        return sum(int(((ids >= self.tokenizer_size) & (ids < self.vocabulary)).sum()) for ids in arrays)
 
     def _check_ids(self, ids: np.ndarray, field: str) -> None:
         if not ids.size:

@@ -22,6 +22,7 @@ from safetensors.numpy import save
 
 from scoring.batches import OMITTED, ROWS, SCHEMA_VERSION, UNKNOWN_TO_MINUS_INF, LabelBatch, MatrixBatch
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer, from_dict
+from scoring.ids import PAD
 from scoring.reads import LabelRead, MatrixRead, read_from_fields
 from scoring.scores import LabelScores, MatrixScores, ReadMeta
 
@@ -185,6 +186,9 @@ def batch_to_json(
 ) -> dict[str, Any]:
     """The JSON form of a request, of lists and numbers."""
     reads = [{name: _plain(getattr(read, name)) for name in _field_names(type(read))} for read in batch]
+    for read, fields_ in zip(batch, reads, strict=True):
+        if isinstance(read, MatrixRead) and read.candidate_ids is not None and not len(read.response_ids):
+            fields_["candidate_ids"] = [PAD] * read.width  # no row is there to show K, so K unused columns do
     return {"reads": reads, "timeout_s": timeout_s, "return_exceptions": return_exceptions}
 
 
@@ -350,7 +354,8 @@ def _entries(header: dict[str, Any], error: type[ScoringError]) -> Iterator[tupl
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise error("has an entry that is not dtype, shape and data_offsets", field=name)
         shape, bounds = entry["shape"], entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES or not _naturals(shape, 1) or not _naturals(bounds, 2):
+        known = isinstance(entry["dtype"], str) and entry["dtype"] in _DTYPES
+        if not known or not _naturals(shape, 1) or not _naturals(bounds, 2):
             raise error(
                 f"is {short(entry['dtype'])} {short(shape)} at {short(bounds)}; allowed are one dimension of "
                 f"{', '.join(_DTYPES)} at [first byte, end]",

@@ -90,7 +90,7 @@ class Converting:
         return "waiting for another process to finish converting" in self.errors.read_text()
 
     def result(self) -> str:
-        assert self.process.wait(timeout=200) == 0, self.errors.read_text()
+        assert self.process.wait(timeout=250) == 0, self.errors.read_text()
         return self.output.read_text().strip()
 
 
@@ -109,7 +109,7 @@ def converting(tmp_path):
         one.process.wait()
 
 
-def until(condition, seconds: float = 120.0):
+def until(condition, seconds: float = 250.0):
     """The first true value of `condition()`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -360,6 +360,7 @@ def test_a_process_killed_midway_leaves_nothing_that_counts(converting, tmp_path
     assert lines[0] == f"removing {leftover.name}, left by a conversion that did not finish"
 
 
+@pytest.mark.timeout(600)  # two real conversions, one after the other
 def test_a_waiting_process_takes_over_from_a_killed_one_without_the_network(converting, tmp_path, expected):
     cache, network = tmp_path / "cache", tmp_path / "network-was-tried"
     victim = converting(FOR_REAL, cache, network)

@@ -85,15 +85,23 @@ def counter(engine, name: str) -> float:
 
 
 async def steps_of(engine, batch) -> tuple:
-    """The answer to a batch, and how many steps the engine took for it: each reports its scheduler's state."""
+    """The answer to a batch of one read, and in how many steps it was prefilled.
+
+    The engine reports after every step what is still running.
+    """
     loggers = engine._llm.logger_manager
-    record, steps = loggers.record, []
-    loggers.record = lambda **report: (steps.append(report["scheduler_stats"]), record(**report))
+    record, running = loggers.record, []
+
+    def watched(*, scheduler_stats, **report):
+        running.append(scheduler_stats is not None and scheduler_stats.num_running_reqs > 0)
+        record(scheduler_stats=scheduler_stats, **report)
+
+    loggers.record = watched
     try:
         scores = await engine.read_matrix(batch)
     finally:
-        loggers.record = record
-    return scores, len([s for s in steps if s is not None])
+        del loggers.record
+    return scores, sum(running) + 1  # it runs on after every step but the last
 
 
 async def read_with_the_cache(engine, batch, *, always: bool) -> tuple:

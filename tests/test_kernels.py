@@ -45,12 +45,15 @@ SLOTS, MAX_LEN = 7, 48
 def batch(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
     """``lengths``: tokens of each request in the step. Slots are drawn without repetition."""
     slots = torch.randperm(SLOTS, generator=rng(seed))[: len(lengths)]
+    computed = ints(0, 20, (SLOTS,), seed + 2)
+    prefill = ints(5, 30, (SLOTS,), seed + 3)
+    prefill[slots[0]] = computed[slots[0]] + lengths[0]  # the first request's prefill ends with this step
     return {
         "slots": slots,  # int64 [B]
         "starts": cumulative(lengths),  # int32 [B + 1]
         "tokens": ints(1, 2048, (SLOTS, MAX_LEN), seed + 1),  # int32 [SLOTS, MAX_LEN]
-        "computed": ints(0, 20, (SLOTS,), seed + 2),  # int32 [SLOTS]
-        "prefill": ints(5, 30, (SLOTS,), seed + 3),  # int32 [SLOTS]
+        "computed": computed,  # int32 [SLOTS]
+        "prefill": prefill,  # int32 [SLOTS]
     }
 
 

@@ -107,7 +107,7 @@ def combine_sampled_and_draft_tokens(
 
     seq_lens = seq_lens_ptr.numpy()[:batch]  # int32 [B]
     prefill_lens = prefill_len_ptr.numpy()[slots]  # int32 [B]
-    decoding = seq_lens >= prefill_lens  # bool [B]
+    decoding = seq_lens > prefill_lens  # bool [B]
     if not decoding.any():
         return
     input_ids = input_ids_ptr.numpy()  # int32 [T or more]

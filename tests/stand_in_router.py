@@ -1,0 +1,108 @@
+"""A Router without teachers: its scores are numbers that anyone can compute."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from scoring import LabelBatch, LabelScores, MatrixBatch, MatrixScores, ReadMeta, ScoringError
+from scoring.errors import UnknownTeacher
+from scoring.limits import TeacherLimits
+
+LIMITS = TeacherLimits(vocabulary=2048, tokenizer_size=2000, max_length=512, max_candidates=64)
+
+
+def score(token: int, row: int = 0) -> float:
+    """What the stand-in answers for a token at a row. Exact in float32; another token or row is another number."""
+    return float("-inf") if token == -1 else -(token + row / 8)
+
+
+class StandInRouter:
+    """Serves the teachers "default" and "math" with the interface of `deployments.router.Router`.
+
+    Set `before` to a function that is called (and awaited, where it is a coroutine) before each read call: it may
+    raise. `calls` holds what each read call was given.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+        self.before: Callable = lambda: None
+
+    async def teachers(self) -> dict[str, dict]:
+        return {name: self.info(name) for name in ("default", "math")}
+
+    def info(self, name: str) -> dict:
+        return {
+            "teacher": name,
+            "model": f"checkpoints/{name}",
+            "vocabulary": 2048,
+            "max_length": 512,
+            "engine": "vllm 0.32.0",
+            "replicas": 2,
+            "default": name == "default",
+        }
+
+    async def read_matrix(self, reads, **options):
+        batch = reads if isinstance(reads, MatrixBatch) else MatrixBatch.from_reads(reads)
+        return await self._answer(batch, LIMITS.check_matrix, _matrix_scores, MatrixScores, **options)
+
+    async def read_labels(self, reads, **options):
+        batch = reads if isinstance(reads, LabelBatch) else LabelBatch.from_reads(reads)
+        return await self._answer(batch, LIMITS.check_label, _label_scores, LabelScores, **options)
+
+    async def _answer(
+        self, batch, check, scores_of, answer, *, timeout_s=600, return_exceptions=False, trace_headers=None
+    ):
+        self.calls.append({"batch": batch, "timeout_s": timeout_s, "trace_headers": trace_headers})
+        waited = self.before()
+        if asyncio.iscoroutine(waited):
+            await waited
+        parts = []
+        for i in range(len(batch)):
+            try:
+                read = batch[i]
+                if read.teacher not in (None, "default", "math"):
+                    raise UnknownTeacher(f"is {read.teacher!r}; the teachers are default, math", field="teacher")
+                check(read)
+                one = scores_of(read)
+            except ScoringError as error:
+                one = answer.failed(error, 1)
+            parts.append((np.array([i]), one, np.array([0])))
+        scores = answer.assemble(len(batch), parts)
+        return scores if return_exceptions else scores.raise_first()
+
+
+def _matrix_scores(read) -> MatrixScores:
+    rows = np.arange(len(read.response_ids)) if read.rows is None else read.rows
+    block = np.zeros((len(rows), 1 + read.width), np.float32)
+    for at, row in enumerate(rows):
+        candidates = [] if read.candidate_ids is None else np.broadcast_to(
+            read.candidate_ids, (len(read.response_ids), read.width)
+        )[row]  # fmt: skip
+        block[at] = [score(token, row) for token in (read.response_ids[row], *candidates)]
+    return MatrixScores(
+        values=block.reshape(-1),
+        offsets=np.array([0, block.size]),
+        widths=np.array([read.width]),
+        rows=rows,
+        row_offsets=np.array([0, len(rows)]),
+        **_columns(read, len(read.prompt_ids) + len(read.response_ids)),
+    )
+
+
+def _label_scores(read) -> LabelScores:
+    values = np.array([score(label) for label in read.label_ids], np.float32)
+    return LabelScores(values=values, offsets=np.array([0, len(values)]), **_columns(read, len(read.prompt_ids)))
+
+
+def _columns(read, prompt_tokens: int) -> dict:
+    meta = ReadMeta(
+        read.teacher or "default", 0, "0123456789abcdef", "vllm 0.32.0", "float32", "float32", "logprobs", 1
+    )
+    return {
+        "prompt_tokens": np.array([prompt_tokens], np.int32),
+        "cached_tokens": np.zeros(1, np.int32),
+        "ids_beyond_tokenizer": np.zeros(1, np.int32),
+        "meta_index": np.zeros(1, np.int32),
+        "metas": (meta,),
+    }
