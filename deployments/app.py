@@ -1,6 +1,8 @@
-"""`build_app`: the Serve application of a configuration. `serve run` imports it."""
+"""`build_app`: the Serve application of a configuration. `serve run` imports it.
 
-from __future__ import annotations
+No `from __future__ import annotations` here: Serve validates `args:` with the class that annotates the parameter, and
+takes a string for no class.
+"""
 
 import os
 

@@ -18,7 +18,7 @@ class TeacherConfig(BaseModel):
     model: str
     """Folder of a Hugging Face checkpoint, the same on every node; or `demo`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and activations. `auto` is the checkpoint's own."""
+    """Of weights and activations. `auto` is what the checkpoint's config.json names."""
     head_dtype: Literal["float32"] | None = None
     """`float32` computes the output head in float32 over a bf16 body: closer to a trainer that does the same."""
     scores: Literal["logprobs", "logits"] = "logprobs"

@@ -197,10 +197,13 @@ def _check_fields(body: Mapping[str, Any]) -> None:
         raise Refusal(f"cache_salt is {short(salt)}; allowed is a string of 1 to 1024 characters", "cache_salt")
     if not -(2**31) <= body.get("priority", 0) < 2**31:
         raise Refusal(f"priority is {body['priority']}; allowed are integers of 32 bits", "priority")
-    if body.get("output_mode", "tokens") not in ("tokens", "text"):
-        raise _malformed(f"output_mode is {short(body['output_mode'])}; allowed is 'tokens'", "body.output_mode")
-    if body.get("output_mode") == "text":
-        raise Refusal("output_mode='text' requires a tokenizer, and this service has none; use output_mode='tokens'.")
+    mode = body.get("output_mode", "tokens")
+    if mode in ("text", "derender"):
+        raise Refusal(
+            f"output_mode={mode!r} requires a tokenizer, and this service has none; use output_mode='tokens'."
+        )
+    if mode != "tokens":
+        raise _malformed(f"output_mode is {short(mode)}; allowed is 'tokens'", "body.output_mode")
     if body.get("stream"):
         raise Refusal(f"{_CANDIDATES} are not available when stream=true.")
     for name in ("features", "content_parts", "kv_transfer_params", "ec_transfer_params"):

@@ -1,12 +1,13 @@
-"""Names for what a teacher was loaded from: short hashes of a checkpoint and of a tokenizer.
+"""What a checkpoint says of itself: its dtype, and short hashes that name it and its tokenizer.
 
-They tell two checkpoints apart in answers and caches. They are no seal against tampering: of large weight files
+The hashes tell two checkpoints apart in answers and caches. They are no seal against tampering: of large weight files
 only the header and evenly spread samples are read, so that naming 500 GB takes seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 _WHOLE = 64 << 20  # files up to this size are read whole, bytes
@@ -14,6 +15,16 @@ _SAMPLES, _SAMPLE = 64, 1 << 20  # of larger ones: this many pieces of this many
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 DIGITS = 16
+
+
+def checkpoint_dtype(path: str | Path) -> str:
+    """The dtype that the checkpoint's config.json names; "auto" (vLLM's choice) when it names none.
+
+    vLLM's own "auto" would run a float32 checkpoint in 16 bits.
+    """
+    config = Path(path) / "config.json"
+    fields = json.loads(config.read_text()) if config.exists() else {}
+    return fields.get("dtype") or fields.get("torch_dtype") or "auto"
 
 
 def checkpoint_hash(path: str | Path) -> str:

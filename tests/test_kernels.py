@@ -386,7 +386,7 @@ def gumbel(vocab: int, seed: int, *, fp64=False, divide=False, unmapped=False, s
         (SLOTS, blocks),
         torch.full((SLOTS, blocks), -7, dtype=torch.int64),
         blocks,
-        torch.full((SLOTS, blocks), 7.0, dtype=torch.float64 if fp64 else torch.float32),
+        torch.full((SLOTS, blocks), 1e9, dtype=torch.float64 if fp64 else torch.float32),
         blocks,
         None,
         0,

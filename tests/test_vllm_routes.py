@@ -325,6 +325,7 @@ def test_no_parameter_of_vllms_is_dropped_without_a_decision():
     [
         ({"stream": True}, None),
         ({"output_mode": "text"}, None),
+        ({"output_mode": "derender"}, None),
         ({"features": {"mm_hashes": {}, "mm_placeholders": {}}}, "features"),
         ({"content_parts": [{"type": "image_url"}]}, "content_parts"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),

@@ -459,7 +459,8 @@ def test_a_header_longer_than_the_body_or_the_bound_is_refused_before_it_is_read
         lambda h: h["ids"].update(data_offsets=[0, 12, 12]),
         lambda h: h["ids"].update(data_offsets=[-12, 0]),
         lambda h: h["ids"].update(data_offsets=[10**6, 10**6 + 12]),
-        lambda h: h["ids"].update(data_offsets=h["priority"]["data_offsets"]),
+        lambda h: h["priority"].update(data_offsets=h["teacher_index"]["data_offsets"]),
+        lambda h: h["teacher_index"].update(data_offsets=h["priority"]["data_offsets"]),
         lambda h: h["ids"].update(more=1),
         lambda h: h["__metadata__"].pop("options"),
         lambda h: h["__metadata__"].update(extra="1"),
@@ -480,6 +481,14 @@ def test_a_header_with_one_thing_wrong_is_refused(change, label_request):
     change(header)
     with pytest.raises(InvalidRead):
         decode_batch("label", frame(header, body))
+
+
+def test_bytes_before_the_first_array_are_refused(label_request):
+    header, body = unframe(label_request)
+    for name in header.keys() - {"__metadata__"}:
+        header[name]["data_offsets"] = [bound + 8 for bound in header[name]["data_offsets"]]
+    with pytest.raises(InvalidRead, match="gap"):
+        decode_batch("label", frame(header, bytes(8) + body))
 
 
 def test_the_unchanged_header_passes(label_request):

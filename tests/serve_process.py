@@ -1,0 +1,103 @@
+"""The service as its users start it: `serve run FILE` in a process of its own, with a Ray cluster of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+START_S = 240
+STOP_S = 60
+
+
+class ServeProcess:
+    """`serve run` on one application. `url` answers once the constructor returns.
+
+    Args:
+        folder: for the YAML, the log, and the home folder in which Ray keeps the cluster's token.
+        app_args: the `args:` of the application.
+    """
+
+    def __init__(self, folder: Path, app_args: dict[str, Any]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.home = folder
+        self.log = folder / "serve.log"
+        config = {
+            "http_options": {"host": "127.0.0.1", "port": port},
+            "applications": [
+                {
+                    "name": "teacher-scoring",
+                    "route_prefix": "/",
+                    "import_path": "deployments.app:build_app",
+                    "args": app_args,
+                }
+            ],
+        }
+        path = folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(config))
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "serve"), "run", str(path)],
+                env={**os.environ, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def ray_address(self) -> str:
+        """Address of its Ray cluster, among others that may run on this machine."""
+        commands = [p.cmdline() for p in psutil.Process(self.process.pid).children(recursive=True)]
+        options = [option for command in commands for option in command]
+        return next(o.partition("=")[2] for o in options if o.startswith("--gcs-address="))
+
+    def close(self) -> None:
+        """Interrupt it, as Ctrl-C does, and wait for every process it started.
+
+        Raises:
+            AssertionError: some outlived it, and were killed.
+        """
+        host = psutil.Process(self.process.pid)
+        tree = host.children(recursive=True)
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(STOP_S)
+        finally:
+            _, left = psutil.wait_procs(tree, timeout=15)
+            for process in [*left, host]:
+                if process.is_running():
+                    process.kill()
+        assert not left, f"outlived the service: {left}\n{self.end_of_log()}"
+
+    def end_of_log(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            failed = self.process.poll() is not None or b"failed with exception" in self.log.read_bytes()
+            assert not failed, f"the service did not start:\n{self.end_of_log()}"
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=10).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        raise AssertionError(f"not ready after {START_S} s:\n{self.end_of_log()}")

@@ -1,0 +1,482 @@
+"""What an engine refuses, what it answers with, and that reads that end early leave nothing behind in it."""
+
+import asyncio
+import dataclasses
+import os
+import time
+
+import numpy as np
+import pytest
+from vllm import AsyncEngineArgs
+
+from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
+from scoring.engine import EngineSettings, TeacherEngine, check_label_answer, check_matrix_answer, engine_arguments
+from scoring.environment import prepare_engine_environment
+from scoring.errors import (
+    DeadlineExceeded,
+    InvalidRead,
+    NotYetSupported,
+    Overloaded,
+    RefusedSettings,
+    TeacherUnavailable,
+    VersionMismatch,
+    WrongEngineAnswer,
+)
+from tests.oracle import hf_logprobs
+
+TINY = 3e-5
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 2048, count).tolist()
+
+
+GOOD = {"prompt_ids": ids(20, 1), "response_ids": ids(10, 2), "candidate_ids": [1, 2, 3]}
+
+
+@pytest.fixture(scope="module")
+def good_scores(tiny_model) -> np.ndarray:
+    """float32 [10, 3]: what Hugging Face says about `GOOD`."""
+    table = hf_logprobs(tiny_model, GOOD["prompt_ids"] + GOOD["response_ids"])
+    return table[19:-1, GOOD["candidate_ids"]].numpy()
+
+
+def check_good(score, good_scores: np.ndarray) -> None:
+    np.testing.assert_allclose(score.logprobs, good_scores, rtol=0, atol=TINY)
+
+
+# Settings.
+
+REFUSED = [
+    ("model", "/elsewhere", "the teacher's own setting model"),
+    ("dtype", "float16", "the teacher's own setting dtype"),
+    ("max_logprobs", 20, "follows from the teacher's setting max_candidates"),
+    ("logprobs_mode", "processed_logprobs", r"the teacher's setting scores \(logprobs or logits\)"),
+    ("logprobs_mode", "raw_logits", r"the teacher's setting scores \(logprobs or logits\)"),
+    ("generation_config", "auto", "sampling defaults must not touch scores"),
+    ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}, "breaks label reads"),
+    ("kv_transfer_config", {"kv_connector": "NixlConnector"}, "KV connectors"),
+    ("kv_sharing_fast_prefill", True, "makes the scores of prompt tokens wrong"),
+    ("data_parallel_size", 2, r"replicas are Ray Serve's \(the teacher's setting num_replicas\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "why"), REFUSED)
+def test_engine_arguments_that_make_scores_wrong_are_refused_with_a_sentence(name, value, why):
+    with pytest.raises(RefusedSettings, match=why) as caught:
+        engine_arguments(EngineSettings("model", engine_args={name: value}))
+    assert f"engine_args.{name} = {value!r} is refused" in str(caught.value)
+
+
+def test_settings_without_candidates_or_with_overrides_that_cannot_be_merged_are_refused():
+    with pytest.raises(RefusedSettings, match="max_candidates is 0; at least 1"):
+        engine_arguments(EngineSettings("model", max_candidates=0))
+    with pytest.raises(RefusedSettings, match="hf_overrides must be a mapping beside head_dtype"):
+        engine_arguments(EngineSettings("model", head_dtype="float32", engine_args={"hf_overrides": "a function"}))
+
+
+def test_every_other_engine_argument_passes_through():
+    given = {"max_model_len": 777, "enforce_eager": False, "block_size": 64, "hf_overrides": {"rope_theta": 5.0}}
+    arguments = engine_arguments(EngineSettings("model", head_dtype="float32", engine_args=given))
+    assert {name: arguments[name] for name in given} == {
+        **given,
+        "hf_overrides": {"rope_theta": 5.0, "head_dtype": "float32"},
+    }
+    assert set(arguments) <= {f.name for f in dataclasses.fields(AsyncEngineArgs)}  # vLLM knows all their names
+
+
+@pytest.mark.parametrize(("scores", "mode"), [("logprobs", "raw_logprobs"), ("logits", "raw_logits")])
+def test_what_scores_depend_on_is_fixed(scores, mode):
+    arguments = engine_arguments(EngineSettings("model", dtype="bfloat16", scores=scores, max_candidates=64))
+    assert arguments["logprobs_mode"] == mode
+    assert arguments["generation_config"] == "vllm"
+    assert arguments["max_logprobs"] == 65  # the response's own token beside 64 candidates
+    assert arguments["model"] == "model"
+    assert arguments["dtype"] == "bfloat16"
+
+
+def test_without_a_dtype_a_checkpoint_runs_in_its_own(tiny_path, smollm2_path):
+    assert engine_arguments(EngineSettings(str(tiny_path)))["dtype"] == "float32"
+    assert engine_arguments(EngineSettings(str(smollm2_path)))["dtype"] == "bfloat16"
+    assert engine_arguments(EngineSettings(str(smollm2_path), dtype="float32"))["dtype"] == "float32"
+
+
+def test_an_engines_environment_is_set_before_vllm_is_imported_or_not_at_all(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    before = dict(os.environ)
+    with pytest.raises(RuntimeError, match=r"vLLM is imported before VLLM_CPU_OMP_THREADS_BIND.* was set"):
+        prepare_engine_environment([0])
+    assert dict(os.environ) == before
+    prepare_engine_environment()  # nothing left to set
+
+
+# What the engine's answer must be.
+
+COLUMNS = np.array([[5, 6, 7], [8, 9, -1]], np.int32)
+RIGHT = np.array([[-1, -2, -3], [-1, -2, -np.inf]], np.float32)
+
+
+def with_nan(row: int, column: int) -> np.ndarray:
+    values = RIGHT.copy()
+    values[row, column] = np.nan
+    return values
+
+
+def test_the_engines_answer_is_passed_on_as_it_is():
+    assert check_matrix_answer(RIGHT, COLUMNS) is RIGHT
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (None, "no scores, also without its prefix cache"),
+        (RIGHT.astype(np.float64), "float64 scores; float32 is due"),
+        (RIGHT.astype(np.float16), "float16 scores; float32 is due"),
+        (RIGHT.tolist(), "list scores; float32 is due"),
+        (RIGHT[:, :2], r"shape \[2, 2\]; \[2, 3\] is due"),
+        (RIGHT[:1], r"shape \[1, 3\]; \[2, 3\] is due"),
+        (np.vstack([RIGHT, RIGHT]), r"shape \[4, 3\]; \[2, 3\] is due"),
+        (RIGHT.reshape(-1), r"shape \[6\]; \[2, 3\] is due"),
+        (with_nan(1, 2), "NaN at row 1 col 1"),
+        (with_nan(0, 1), "NaN at row 0 col 0"),
+        (with_nan(1, 0), "NaN at row 1 the response's own token"),
+    ],
+    ids=["none", "float64", "float16", "list", "narrow", "short", "long", "flat", "nan", "first-nan", "own-nan"],
+)
+def test_an_answer_of_another_kind_is_an_error_that_says_how_it_is_wrong(values, message):
+    with pytest.raises(WrongEngineAnswer, match=message):
+        check_matrix_answer(values, COLUMNS)
+
+
+def test_a_nan_among_labels_is_an_error_that_names_the_label():
+    assert check_label_answer([-1.0, -np.inf]).tolist() == [-1.0, -np.inf]
+    assert check_label_answer([-1.0]).dtype == np.float32
+    with pytest.raises(WrongEngineAnswer, match="NaN for label 1"):
+        check_label_answer([-1.0, float("nan"), -2.0])
+
+
+# What a teacher says of itself.
+
+
+def test_a_teacher_says_what_it_is_and_what_it_takes(tiny, tiny_path):
+    info = tiny.call(TeacherEngine.info).to_dict()
+    checkpoint, tokenizer = info.pop("checkpoint"), info.pop("tokenizer")
+    assert len(checkpoint) == len(tokenizer) == 16
+    assert checkpoint != tokenizer
+    assert info.pop("engine").startswith("vllm 0.")
+    assert info == {
+        "teacher": "tiny",
+        "model": str(tiny_path),
+        "vocabulary": 2048,
+        "tokenizer_size": 2000,
+        "max_length": 512,
+        "max_candidates": 1024,
+        "max_batched_tokens": 64,
+        "dtype": "float32",
+        "head_dtype": "float32",
+        "scores": "logprobs",
+        "tensor_parallel_size": 1,
+        "weight_version": 0,
+    }
+
+
+def test_an_answer_says_where_it_comes_from(tiny):
+    info = tiny.call(TeacherEngine.info)
+    (matrix,) = tiny.read_matrix([MatrixRead(**GOOD)])
+    (labels,) = tiny.read_labels([LabelRead(ids(20), [1, 2])])
+    assert (matrix.meta.prompt_tokens, labels.meta.prompt_tokens) == (30, 20)
+    for meta in (matrix.meta.to_dict(), labels.meta.to_dict()):
+        del meta["prompt_tokens"], meta["cached_tokens"]
+        assert meta == {
+            "teacher": "tiny",
+            "weight_version": 0,
+            "checkpoint": info.checkpoint,
+            "engine": info.engine,
+            "dtype": "float32",
+            "head_dtype": "float32",
+            "scores": "logprobs",
+            "tensor_parallel_size": 1,
+            "ids_beyond_tokenizer": 0,
+            "schema_version": 1,
+        }
+
+
+def test_ids_the_tokenizer_does_not_know_are_scored_and_counted(tiny, tiny_model):
+    read = {
+        "prompt_ids": [1999, 2000],
+        "response_ids": [2047, 5, 2046],
+        "candidate_ids": [[2001, 1], [2, 3], [2040, 2041]],
+    }
+    (score,) = tiny.read_matrix([MatrixRead(**read)])
+    assert score.meta.ids_beyond_tokenizer == 1 + 2 + 3
+    table = hf_logprobs(tiny_model, [1999, 2000, 2047, 5, 2046])
+    wanted = [[table[1, 2001], table[1, 1]], [table[2, 2], table[2, 3]], [table[3, 2040], table[3, 2041]]]
+    np.testing.assert_allclose(score.logprobs, wanted, rtol=0, atol=TINY)
+    (labels,) = tiny.read_labels([LabelRead([2000, 5], [2047, 6])])
+    assert labels.meta.ids_beyond_tokenizer == 2
+
+
+# Reads that cannot be answered.
+
+TOO_WIDE = list(range(1025))
+BAD_MATRIX_READS = [
+    (MatrixRead([5, 2048], [6]), "prompt_ids[1]", ["2048", "[0, 2048)", "tokenizer has 2000"]),
+    (MatrixRead([-1], [6]), "prompt_ids[0]", ["is -1", "[0, 2048)"]),
+    (MatrixRead([5], [6, -11_378]), "response_ids[1]", ["is -11378", "[0, 2048)"]),
+    (MatrixRead([5], [2048]), "response_ids[0]", ["is 2048", "[0, 2048)"]),
+    (MatrixRead([5], [1_873_042_417]), "response_ids[0]", ["is 1873042417", "[0, 2048)"]),
+    (MatrixRead([5], [6], [[5, 2048, 7]]), "candidate_ids[0][1]", ["is 2048", "[0, 2048)"]),
+    (MatrixRead([5], [6], [5, 2**31 - 1]), "candidate_ids[1]", ["is 2147483647", "[0, 2048)"]),
+    (MatrixRead([5] * 256, [6] * 256), "response_ids", ["512+1 > 512", "max_model_len"]),
+    (MatrixRead([5] * 512, []), "prompt_ids", ["512+1 > 512", "max_model_len"]),
+    (MatrixRead([5], [6], [TOO_WIDE]), "candidate_ids", ["K = 1025", "at most 1024", "max_candidates"]),
+    (MatrixRead([5], [6], TOO_WIDE), "candidate_ids", ["K = 1025", "at most 1024", "max_candidates"]),
+]
+BAD_LABEL_READS = [
+    (LabelRead([2048], [6]), "prompt_ids[0]", ["is 2048", "[0, 2048)"]),
+    (LabelRead([5], [6, -2]), "label_ids[1]", ["is -2", "[0, 2048)"]),
+    (LabelRead([5], [2048]), "label_ids[0]", ["is 2048", "[0, 2048)"]),
+    (LabelRead([5] * 512, [6]), "prompt_ids", ["512+1 > 512", "max_model_len"]),
+    (LabelRead([5], ids(129)), "label_ids", ["129 labels", "at most 128"]),
+]
+
+
+@pytest.mark.parametrize(("bad", "field", "words"), BAD_MATRIX_READS, ids=[f for _, f, _ in BAD_MATRIX_READS])
+def test_a_bad_read_fails_alone_with_its_index_field_and_reason(tiny, good_scores, bad, field, words):
+    scores = tiny.read_matrix([MatrixRead(**GOOD), bad, MatrixRead(**GOOD)])
+    assert set(scores.errors) == {1}
+    error = scores[1]
+    assert type(error) is InvalidRead
+    assert (error.read, error.field) == (1, field)
+    assert all(word in str(error) for word in words)
+    check_good(scores[0], good_scores)
+    check_good(scores[2], good_scores)
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)])[0], good_scores)
+
+
+@pytest.mark.parametrize(("bad", "field", "words"), BAD_LABEL_READS, ids=[f for _, f, _ in BAD_LABEL_READS])
+def test_a_bad_label_read_fails_alone_with_its_index_field_and_reason(tiny, tiny_model, bad, field, words):
+    good = LabelRead(ids(20), [7, 3])
+    scores = tiny.read_labels([bad, good])
+    assert set(scores.errors) == {0}
+    assert type(scores[0]) is InvalidRead
+    assert (scores[0].read, scores[0].field) == (0, field)
+    assert all(word in str(scores[0]) for word in words)
+    np.testing.assert_allclose(scores[1].logprobs, hf_logprobs(tiny_model, ids(20))[-1, [7, 3]], rtol=0, atol=TINY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"), [("prompt_lens", 0, "prompt_ids"), ("widths", 2, "candidate_ids"), ("modes", 5, "rows")]
+)
+def test_a_damaged_batch_fails_where_it_is_damaged(tiny, good_scores, name, value, field):
+    batch = MatrixBatch.from_reads([MatrixRead(**GOOD), MatrixRead(**GOOD, rows=[9])])
+    getattr(batch, name)[1] = value
+    if name == "modes":
+        batch.rows[0] = 10
+    scores = tiny.read_matrix(batch)
+    assert set(scores.errors) == {1}
+    assert type(scores[1]) is InvalidRead
+    assert scores[1].read == 1
+    assert scores[1].field.startswith(field)
+    check_good(scores[0], good_scores)
+
+
+def test_a_batch_of_nothing_is_answered_with_nothing(tiny):
+    assert len(tiny.read_matrix([])) == 0
+    assert len(tiny.read_labels([])) == 0
+
+
+def test_candidates_the_teacher_does_not_know_score_minus_infinity_when_asked_for(tiny, good_scores):
+    wide = {**GOOD, "candidate_ids": [1, 2048, 2, 151_935, 3]}
+    (score,) = tiny.read_matrix([MatrixRead(**wide, unknown_candidates="-inf")])
+    assert np.isneginf(score.logprobs[:, [1, 3]]).all()
+    np.testing.assert_allclose(score.logprobs[:, [0, 2, 4]], good_scores, rtol=0, atol=TINY)
+    assert score.meta.ids_beyond_tokenizer == 0
+    refused = tiny.read_matrix([MatrixRead([5], [2048], [1], unknown_candidates="-inf")])
+    assert refused[0].field == "response_ids[0]"
+
+
+def test_another_weight_version_than_expected_is_refused(tiny, good_scores):
+    scores = tiny.read_matrix([MatrixRead(**GOOD, expect_version=1), MatrixRead(**GOOD, expect_version=0)])
+    assert type(scores[0]) is VersionMismatch
+    assert "expects weight version 1" in str(scores[0])
+    assert "serves version 0" in str(scores[0])
+    check_good(scores[1], good_scores)
+    labels = tiny.read_labels([LabelRead([5], [6], expect_version=7), LabelRead([5], [6], expect_version=0)])
+    assert type(labels[0]) is VersionMismatch
+    assert labels[1].logprobs.shape == (1,)
+
+
+def test_top_k_and_extras_are_not_answered_yet_and_say_so(tiny):
+    scores = tiny.read_matrix([MatrixRead(**GOOD, top_k=5), MatrixRead(**GOOD, extras="tail")])
+    assert [(type(e), e.field) for e in scores] == [(NotYetSupported, "top_k"), (NotYetSupported, "extras")]
+
+
+def test_trace_headers_are_taken(tiny, good_scores):
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)], trace_headers=headers)[0], good_scores)
+    assert not tiny.read_labels([LabelRead([5], [6])], trace_headers=headers).errors
+
+
+def test_a_living_engine_is_healthy(tiny):
+    assert tiny.call(TeacherEngine.check_health) is None
+
+
+# Order, deadlines, cancelling. The functions run in the engine's process.
+
+
+async def finishing_order(engine: TeacherEngine, reads: dict[str, MatrixRead]) -> list[str]:
+    """The names of the reads as they finish. All are sent in the order given, before the first is done."""
+    order = []
+
+    async def one(name: str, read: MatrixRead) -> None:
+        scores = await engine.read_matrix(MatrixBatch.from_reads([read]))
+        assert not scores.errors
+        order.append(name)
+
+    await asyncio.gather(*(one(name, read) for name, read in reads.items()))
+    return order
+
+
+async def left_in_engine(engine: TeacherEngine) -> int:
+    """Requests that are still alive, here or in the engine's process.
+
+    A read that goes before all others makes the engine report: what it still has then is left over.
+    """
+    loggers = engine._llm.logger_manager
+    record, reports = loggers.record, []
+
+    def watched(*, scheduler_stats, **report):
+        if scheduler_stats is not None:
+            reports.append(scheduler_stats)
+        record(scheduler_stats=scheduler_stats, **report)
+
+    loggers.record = watched
+    try:
+        scores = await engine.read_matrix(MatrixBatch.from_reads([MatrixRead([5], [6], priority=-(2**31))]))
+    finally:
+        del loggers.record
+    assert not scores.errors
+    last = reports[-1]
+    here = engine._llm.get_num_unfinished_requests()
+    return here + last.num_running_reqs + last.num_waiting_reqs + last.num_skipped_waiting_reqs
+
+
+async def read_while_paused(engine: TeacherEngine, method: str, batch: MatrixBatch | LabelBatch) -> tuple:
+    """The answer of an engine that makes no progress, after how many seconds, and what is left in it."""
+    await engine._llm.pause_generation(mode="keep")
+    try:
+        started = time.monotonic()
+        scores = await getattr(engine, method)(batch, timeout_s=0.5)
+        waited = time.monotonic() - started
+    finally:
+        await engine._llm.resume_generation()
+    return scores, waited, await left_in_engine(engine)
+
+
+async def cancel_reads(engine: TeacherEngine, method: str, batch: MatrixBatch | LabelBatch, paused: bool) -> int:
+    """What is left in the engine of reads cancelled at every stage: after 0, 1, 2, ... turns of the event loop, and
+    later, when they wait or run."""
+    if paused:
+        await engine._llm.pause_generation(mode="keep")
+    try:
+        for stage in range(12):
+            task = asyncio.create_task(getattr(engine, method)(batch))
+            for _ in range(stage):
+                await asyncio.sleep(0 if stage < 9 else 0.01)
+            assert not task.done()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    finally:
+        await engine._llm.resume_generation()
+    return await left_in_engine(engine)
+
+
+async def abort_reads(engine: TeacherEngine, method: str, batch: MatrixBatch | LabelBatch) -> tuple:
+    """The answer to reads that vLLM aborts while they run and wait, and what is left of them."""
+    task = asyncio.create_task(getattr(engine, method)(batch))
+    while not engine._llm.get_num_unfinished_requests():
+        await asyncio.sleep(0.001)
+    await engine._llm.pause_generation(mode="abort")
+    await engine._llm.resume_generation()
+    return await task, await left_in_engine(engine)
+
+
+async def read_with_a_full_queue(engine: TeacherEngine, method: str, batch: MatrixBatch | LabelBatch) -> tuple:
+    """The answer to a batch when vLLM takes four requests at a time."""
+    engine._llm.scheduler_config.max_num_queued_reqs = 4
+    try:
+        return await getattr(engine, method)(batch)
+    finally:
+        engine._llm.scheduler_config.max_num_queued_reqs = None
+
+
+LONG = [MatrixRead(ids(100, i), ids(400, i + 50), [1, 2]) for i in range(32)]
+MANY_MATRIX_READS = MatrixBatch.from_reads(LONG)
+MANY_LABEL_READS = LabelBatch.from_reads([LabelRead(ids(500, i), [1, 2]) for i in range(32)])
+
+
+def test_reads_that_wait_are_served_by_priority(tiny):
+    reads = {
+        "patient": MatrixRead(ids(100, 1), ids(400, 2), priority=1),
+        **{f"usual {i}": MatrixRead(ids(100, i), ids(400, i + 50)) for i in range(12)},
+        "urgent": MatrixRead(ids(100, 3), ids(400, 4), priority=-1),
+    }
+    # One that came early is prefilled already when the urgent one arrives: a running read keeps its place.
+    order = tiny.call(finishing_order, {"first": MatrixRead(ids(50), ids(20)), **reads})
+    usual = [name for name in order if name.startswith("usual")]
+    assert usual == [f"usual {i}" for i in range(12)]
+    assert order.index("urgent") <= order.index("usual 2")
+    assert order[-1] == "patient"
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 0.001, 0.1])
+def test_what_is_late_fails_with_the_deadline_and_is_aborted(tiny, good_scores, timeout_s):
+    scores = tiny.read_matrix(LONG, timeout_s=timeout_s)
+    assert len(scores.errors) > len(LONG) // 2  # all of them take seconds
+    for i, error in scores.errors.items():
+        assert type(error) is DeadlineExceeded
+        assert error.read == i
+        assert "timeout_s" in str(error)
+    assert tiny.call(left_in_engine) == 0
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)], timeout_s=60)[0], good_scores)
+
+
+@pytest.mark.parametrize(
+    ("method", "batch"),
+    [
+        ("read_matrix", MatrixBatch.from_reads(LONG[:3])),
+        ("read_labels", LabelBatch.from_reads([LabelRead(ids(400), [1, 2])] * 3)),
+    ],
+)
+def test_an_engine_that_makes_no_progress_does_not_hold_a_read_beyond_its_deadline(tiny, good_scores, method, batch):
+    scores, waited, left = tiny.call(read_while_paused, method, batch)
+    assert 0.5 <= waited < 1.0
+    assert [type(error) for error in scores] == [DeadlineExceeded] * 3
+    assert left == 0
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)])[0], good_scores)
+
+
+@pytest.mark.parametrize("paused", [True, False], ids=["waiting", "running"])
+@pytest.mark.parametrize(("method", "batch"), [("read_matrix", MANY_MATRIX_READS), ("read_labels", MANY_LABEL_READS)])
+def test_cancelled_reads_are_aborted_in_the_engine(tiny, good_scores, method, batch, paused):
+    assert tiny.call(cancel_reads, method, batch, paused) == 0
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)])[0], good_scores)
+
+
+@pytest.mark.parametrize(("method", "batch"), [("read_matrix", MANY_MATRIX_READS), ("read_labels", MANY_LABEL_READS)])
+def test_reads_that_vllm_aborts_could_not_be_answered_now_and_are_not_at_fault(tiny, good_scores, method, batch):
+    scores, left = tiny.call(abort_reads, method, batch)
+    assert len(scores.errors) > 16
+    assert {type(error) for error in scores.errors.values()} == {TeacherUnavailable}
+    assert left == 0
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)])[0], good_scores)
+
+
+@pytest.mark.parametrize(("method", "batch"), [("read_matrix", MANY_MATRIX_READS), ("read_labels", MANY_LABEL_READS)])
+def test_what_vllms_own_queue_does_not_take_may_be_sent_again(tiny, method, batch):
+    scores = tiny.call(read_with_a_full_queue, method, batch)
+    assert {type(error) for error in scores.errors.values()} == {Overloaded}
+    assert len(scores.errors) == 28
+    assert all(error.details["retry_after_s"] > 0 for error in scores.errors.values())
