@@ -6,6 +6,7 @@ gather per array, and the engine takes one read at a time as views.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -267,7 +268,7 @@ class MatrixBatch(_Ragged):
         candidates = None
         if not mode & OMITTED:
             shape = (width,) if mode & SHARED else (end - start - c, width)
-            if flat.size != np.prod(shape, dtype=np.int64):
+            if flat.size != math.prod(shape):  # Python's integers do not wrap
                 raise InvalidRead(f"has {flat.size} ids; {list(shape)} are needed", read=i, field="candidate_ids")
             candidates = flat.reshape(shape)
         return MatrixRead(

@@ -9,6 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from scoring.errors import RefusedSettings
+
+_PLUGIN = "teacher_scoring"  # this project's entry point in the group vllm.general_plugins
+
 
 def prepare_engine_environment(cpu_cores: Sequence[int] = ()) -> None:
     """Set what `TeacherEngine` relies on. Call it before anything imports vLLM.
@@ -18,8 +22,19 @@ def prepare_engine_environment(cpu_cores: Sequence[int] = ()) -> None:
             GPU machine it has no meaning).
 
     Raises:
+        RefusedSettings: the environment keeps this project's entry points out of vLLM's processes.
         RuntimeError: vLLM is imported already, so that a setting would come too late.
     """
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and _PLUGIN not in plugins.split(","):
+        raise RefusedSettings(f"VLLM_PLUGINS is {plugins!r}; name {_PLUGIN} in it too, or unset it")
+    if cpu_cores:
+        for name in ("TRITON_BACKENDS_IN_TREE", "TRITON_DEFAULT_BACKEND"):
+            if os.environ.get(name):
+                raise RefusedSettings(
+                    f"{name} is {os.environ[name]!r}; unset it: it hides the backend by which vLLM's V2 model runner "
+                    "starts on a CPU"
+                )
     wanted = {
         # The matrix read exists only there; with it set, vLLM fails at start instead of falling back to V1.
         "VLLM_USE_V2_MODEL_RUNNER": "1",

@@ -15,6 +15,7 @@ PAD = -1
 """The candidate id of an unused column. Allowed only as a trailing run of a row; it scores -inf."""
 
 _INT32_MAX = np.iinfo(np.int32).max
+_MAX_PADDED = 1 << 26  # ids of one ragged candidate matrix once padded (256 MiB): one long row must not cost gigabytes
 
 
 def id_vector(value: Any, field: str) -> np.ndarray:
@@ -38,7 +39,7 @@ def candidate_matrix(value: Any, field: str) -> np.ndarray:
         InvalidRead: wrong type, more than two dimensions, or a negative id that is not a trailing pad.
     """
     if isinstance(value, list | tuple) and any(_is_row(row) for row in value):
-        array = _stack_rows([id_vector(row, f"{field}[{r}]") for r, row in enumerate(value)])
+        array = _stack_rows([id_vector(row, f"{field}[{r}]") for r, row in enumerate(value)], field)
     else:
         array = _as_array(value, field)
     if array.ndim not in (1, 2):
@@ -157,9 +158,14 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, list | tuple | range | np.ndarray) or hasattr(value, "detach")
 
 
-def _stack_rows(rows: list[np.ndarray]) -> np.ndarray:
-    widths = [len(row) for row in rows]
-    stacked = np.full((len(rows), max(widths)), PAD, dtype=np.int32)
+def _stack_rows(rows: list[np.ndarray], field: str) -> np.ndarray:
+    width = max(len(row) for row in rows)
+    if len(rows) * width > _MAX_PADDED:
+        raise InvalidRead(
+            f"has {len(rows)} rows, the longest of {width} ids; padded they are more than the {_MAX_PADDED} allowed",
+            field=field,
+        )
+    stacked = np.full((len(rows), width), PAD, dtype=np.int32)
     for r, row in enumerate(rows):
         stacked[r, : len(row)] = row
     return stacked

@@ -16,6 +16,7 @@ from scoring.environment import prepare_engine_environment
 from tests.engine_process import EngineProcess, Engines
 from tests.tiny_teacher import make_tiny_teacher
 
+TINY_BLOCK_BYTES = 32 * 2 * 2 * 2 * 32 * 4  # 32 tokens x (key and value) x 2 layers x 2 heads x 32 x 4 bytes
 TOKENIZER_SIZE = 2000  # the tiny teacher's vocabulary has 48 ids more, as padded embeddings do
 
 prepare_engine_environment()
@@ -73,10 +74,13 @@ def engines(request, tmp_path_factory):
             }
         )
 
+    def tiny_logits() -> EngineSettings:
+        return tiny(scores="logits", engine_args={"max_model_len": 2048, "max_num_batched_tokens": 2048})
+
     engines = Engines(
         [
             {"tiny": tiny, "tiny_cramped": tiny_cramped},
-            {"tiny_logits": lambda: tiny(scores="logits"), "smollm2_f32": lambda: smollm2("float32")},
+            {"tiny_logits": tiny_logits, "smollm2_f32": lambda: smollm2("float32")},
             {
                 "smollm2_bf16": lambda: smollm2("bfloat16"),
                 "smollm2_bf16_head_f32": lambda: smollm2("bfloat16", head_dtype="float32"),
@@ -87,10 +91,6 @@ def engines(request, tmp_path_factory):
     )
     yield engines
     engines.close()
-
-
-# 32 tokens x (key and value) x 2 layers x 2 heads x 32 x 4 bytes
-TINY_BLOCK_BYTES = 32 * 2 * 2 * 2 * 32 * 4
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def tiny_cramped(engines) -> EngineProcess:
 
 @pytest.fixture
 def tiny_logits(engines) -> EngineProcess:
-    """The tiny teacher answering with logits."""
+    """The tiny teacher answering with logits, for up to 2048 tokens, prefilled at once."""
     return engines["tiny_logits"]
 
 

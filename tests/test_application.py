@@ -47,9 +47,12 @@ def application(engines, tiny_path, tmp_path_factory):
     service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(service.home))  # where Ray finds the cluster's token
-        patch.setenv("RAY_ADDRESS", service.ray_address())  # what "auto" means, whatever else runs on this machine
         try:
-            ray.init(address="auto", log_to_driver=False)
+            found = ray.init(address="auto", log_to_driver=False).address_info["gcs_address"]
+            assert found == service.ray_address(), f"another Ray cluster runs on this machine ({found}): stop it"
+            # For the processes that tests start: an address, and with it Ray asks to be told of tokens.
+            patch.setenv("RAY_ADDRESS", found)
+            patch.setenv("RAY_AUTH_MODE", "token")
             yield service
         finally:
             ray.shutdown()
@@ -364,6 +367,13 @@ def test_an_example_of_the_readme_runs_as_it_stands(application, code):
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_another_user_gets_in_with_the_token_that_the_readme_speaks_of(application, tmp_path):
+    token = (application.home / ".ray" / "auth_token").read_text()
+    stranger = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_TOKEN": token}
+    run = subprocess.run([sys.executable, "-c", blocks("python")[0]], env=stranger, capture_output=True, timeout=120)
+    assert run.returncode == 0, run.stderr.decode()
 
 
 def test_the_requests_of_the_readme_are_answered(application):

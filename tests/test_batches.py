@@ -298,6 +298,13 @@ def test_a_batch_from_outside_is_checked_read_by_read(name, at, value, field):
     assert plain(tampered[2]) == plain(batch[2])  # the others can still be read
 
 
+def test_a_width_whose_product_with_the_rows_wraps_in_64_bits_is_refused():
+    batch = MatrixBatch.from_reads([MatrixRead([1], [2, 3, 4, 5], np.zeros((4, 0), np.int32))])
+    tampered = replace(batch, widths=np.array([2**62], np.int64))  # 4 times that is 0 in int64, and 0 ids are there
+    with pytest.raises(InvalidRead, match="candidate_ids: has 0 ids"):
+        tampered[0]
+
+
 def test_reads_of_a_batch_are_views_of_its_arrays():
     batch = three_reads()
     assert np.shares_memory(batch[0].prompt_ids, batch.ids)

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
 import time
 
 import numpy as np
@@ -11,7 +10,6 @@ from vllm import AsyncEngineArgs
 
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
 from scoring.engine import EngineSettings, TeacherEngine, check_label_answer, check_matrix_answer, engine_arguments
-from scoring.environment import prepare_engine_environment
 from scoring.errors import (
     DeadlineExceeded,
     InvalidRead,
@@ -99,15 +97,6 @@ def test_without_a_dtype_a_checkpoint_runs_in_its_own(tiny_path, smollm2_path):
     assert engine_arguments(EngineSettings(str(tiny_path)))["dtype"] == "float32"
     assert engine_arguments(EngineSettings(str(smollm2_path)))["dtype"] == "bfloat16"
     assert engine_arguments(EngineSettings(str(smollm2_path), dtype="float32"))["dtype"] == "float32"
-
-
-def test_an_engines_environment_is_set_before_vllm_is_imported_or_not_at_all(monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    before = dict(os.environ)
-    with pytest.raises(RuntimeError, match=r"vLLM is imported before VLLM_CPU_OMP_THREADS_BIND.* was set"):
-        prepare_engine_environment([0])
-    assert dict(os.environ) == before
-    prepare_engine_environment()  # nothing left to set
 
 
 # What the engine's answer must be.

@@ -388,6 +388,16 @@ def test_logits_are_hugging_faces_logits(tiny_logits, tiny_model):
     assert np.isneginf(padded.logprobs).tolist() == [[False, True]]
 
 
+def test_more_rows_than_vllm_scores_at_once_are_exact(tiny_logits, tiny_model):
+    # vLLM takes 1024 rows of logits at a time.
+    read = {"prompt_ids": ids(100), "response_ids": ids(1900, 1), "candidate_ids": candidates_of(1900, 3)}
+    with torch.inference_mode():
+        logits = tiny_model(torch.tensor([read["prompt_ids"] + read["response_ids"]])).logits[0]  # float32 [T, V]
+    (scores,), steps = tiny_logits.call(steps_of, MatrixBatch.from_reads([MatrixRead(**read)]))
+    assert steps == 1
+    assert_scores(scores, expected(logits, read), TINY)
+
+
 # SmolLM2 on prose.
 
 

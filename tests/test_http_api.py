@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import json
 import logging
@@ -410,6 +411,19 @@ async def test_readiness_is_asked_once_a_second_for_all_callers_and_outlives_the
         assert len(router.calls) == 2
 
 
+async def test_readiness_is_asked_outside_the_context_of_its_caller(router):
+    """Serve finds a request's calls by its context, and cancels them when that one client leaves."""
+    caller = contextvars.ContextVar("caller", default=None)
+    seen: list = []
+    router.before = lambda: seen.append(caller.get())
+    caller.set("the first")
+    transport = httpx.ASGITransport(build_api(lambda: router))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await client.get("/ready?teacher=math")
+        await client.post("/v1/label-reads", json={"reads": [LABEL]})
+    assert seen == [None, "the first"]
+
+
 def test_the_deployment_asks_for_no_cpu():
     assert Ingress.ray_actor_options["num_cpus"] == 0
 
@@ -609,10 +623,11 @@ def test_what_another_attempt_cannot_change_is_asked_once(server, router, ask, e
     assert len(router.calls) == 1
 
 
-def test_retries_end_with_the_deadline_and_with_the_last_error(server, router, ask):
+def test_retries_end_with_the_deadline(server, router, ask):
     router.before = raising(TeacherUnavailable("no replica"))
     started = time.monotonic()
-    with pytest.raises(TeacherUnavailable, match="no replica"):
+    # The deadline falls between two attempts (the last error is raised) or into one.
+    with pytest.raises((TeacherUnavailable, DeadlineExceeded), match=r"no replica|timeout_s"):
         ask(server, "read_labels", [LabelRead([1], [5])], timeout_s=0.6)
     assert time.monotonic() - started < 3
     assert len(router.calls) >= 2

@@ -161,6 +161,12 @@ def test_bad_candidates_of_a_later_row_are_named_with_that_row():
         assert caught.value.field == "candidate_ids[2][1]"
 
 
+def test_one_long_row_among_many_short_ones_is_not_padded_to_gigabytes():
+    with pytest.raises(InvalidRead, match=r"candidate_ids: has 9000 rows, the longest of 9000 ids") as caught:
+        MatrixRead([5], [6] * 9000, [range(9000), *([[1]] * 8999)])
+    assert str(2**26) in caught.value.message
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_candidates_need_one_row_per_response_token(rows):
     with pytest.raises(InvalidRead, match=rf"candidate_ids: has {rows} rows; the response has 2 tokens"):
