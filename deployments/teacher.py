@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -100,7 +101,8 @@ class Teacher:
             return
         logger.error("the engine of this replica has died; the replica leaves and Serve starts another")
         for process in psutil.Process().children(recursive=True):
-            process.send_signal(signal.SIGKILL)
+            if process.pid != resource_tracker._resource_tracker._pid:  # it gives shared memory back, then leaves too
+                process.send_signal(signal.SIGKILL)
         os._exit(1)
 
 

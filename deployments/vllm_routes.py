@@ -8,7 +8,7 @@ Differences, all of them:
 - `max_tokens` left out means 1 here, and the rest of the context there.
 - The older form, one flat list of candidates for every row, is taken too.
 - Ids must be JSON integers (there `2.0`, `"2"` and `true` pass as token ids), and the pad -1 only ends a row.
-- `choices[0].token_ids` is null: reads do not carry the token that the engine makes at the end.
+- `choices[0].token_ids` is the likeliest token, whatever the temperature: reads are made at temperature 0.
 - The body's `request_id` comes before the X-Request-Id header, not after it: Serve gives every request that header.
 - Overload is 503, as there; a deadline that passed is 504, which vLLM has not.
 """
@@ -344,7 +344,7 @@ async def _teacher(router: Router, model: str | None) -> str | None:
 
 
 def _answer(asked: _Asked, score: MatrixScore, request_id: str) -> dict[str, Any]:
-    """vLLM's answer, with every field it writes. The engine made one token, which the read does not carry."""
+    """vLLM's answer, with every field it writes."""
     tokens = len(asked.token_ids)
     npy = io.BytesIO()
     np.save(npy, np.ascontiguousarray(score.logprobs), allow_pickle=False)  # float32 [rows, K]
@@ -372,7 +372,7 @@ def _answer(asked: _Asked, score: MatrixScore, request_id: str) -> dict[str, Any
                 "index": 0,
                 "finish_reason": "length",
                 "stop_reason": None,
-                "token_ids": None,
+                "token_ids": [score.meta.next_token],
                 "routed_experts": None,
                 "sampling_mask": None,
                 "weight_versions": None,

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ from scoring.errors import (
 from scoring.ids import PAD
 from scoring.limits import TeacherLimits
 from scoring.reads import LabelRead, MatrixRead
-from scoring.scores import LabelScores, MatrixScores, ReadMeta
+from scoring.scores import NO_TOKEN, LabelScores, MatrixScores, ReadMeta
 from scoring.vllm_extension.guard import refuse_unreplaced, refuse_unreplaced_options
 
 logger = logging.getLogger(__name__)
@@ -198,8 +198,11 @@ class TeacherEngine:
         return self._llm.errored
 
     def shutdown(self) -> None:
-        """End the engine's processes. Does not wait for reads under way: stop admitting first."""
-        self._llm.shutdown()
+        """End the engine's processes. Does not wait for reads under way: stop admitting first.
+
+        On a CPU they hold nothing that must be put away, and by themselves they would take 10 s: they are ended.
+        """
+        self._llm.shutdown(timeout=0.5 if current_platform.is_cpu() else None)
 
     async def _gather(
         self, count: int, answer: Callable[[int], Awaitable[_Answer]], timeout_s: float | None
@@ -247,7 +250,7 @@ class TeacherEngine:
         values = check_matrix_answer(output.prompt_token_id_logprobs, columns)
         self._check_prompt(output, len(sequence))
         values = values[rows - first]
-        return _Answer(values, rows, len(sequence), output.num_cached_tokens or 0, beyond)
+        return _Answer(values, rows, len(sequence), output.num_cached_tokens or 0, beyond, _next_token(output))
 
     def _columns_to_gather(self, read: MatrixRead, rows: np.ndarray, first: int, last: int) -> np.ndarray:
         """int32 [last - first + 1, 1 + K]: per row the response's own id, then its candidates.
@@ -287,7 +290,7 @@ class TeacherEngine:
         refuse_unreplaced(params)
         with _vllm_errors():
             (answer,) = await next_token_label_reads(
-                self._llm,
+                _UnlessAborted(self._llm),
                 [tokens_input(read.prompt_ids.tolist())],
                 [params],
                 self._request_id("label"),
@@ -303,6 +306,7 @@ class TeacherEngine:
             len(read.prompt_ids),
             answer.result.num_cached_tokens or 0,
             self.limits.ids_beyond_tokenizer(read.prompt_ids, read.label_ids),
+            _next_token(answer.result),
         )
 
     async def _generate(
@@ -360,6 +364,7 @@ class TeacherEngine:
             "prompt_tokens": np.array([a.prompt_tokens for a in answers], dtype=np.int32),
             "cached_tokens": np.array([a.cached_tokens for a in answers], dtype=np.int32),
             "ids_beyond_tokenizer": np.array([a.beyond for a in answers], dtype=np.int32),
+            "next_token": np.array([a.next_token for a in answers], dtype=np.int32),
             "meta_index": np.array([-1 if a.error else 0 for a in answers], dtype=np.int32),
             "metas": (meta,),
             "errors": {i: a.error for i, a in enumerate(answers) if a.error},
@@ -375,11 +380,17 @@ class _Answer:
     prompt_tokens: int
     cached_tokens: int
     beyond: int
+    next_token: int = NO_TOKEN
     error: ScoringError | None = None
 
 
+def _next_token(output: RequestOutput) -> int:
+    """The token the engine made at the end; it makes one with every read."""
+    return output.outputs[0].token_ids[0]
+
+
 def _failure(error: ScoringError) -> _Answer:
-    return _Answer(np.zeros((0, 1), np.float32), np.zeros(0, np.int64), 0, 0, 0, error)
+    return _Answer(np.zeros((0, 1), np.float32), np.zeros(0, np.int64), 0, 0, 0, error=error)
 
 
 def _ragged(name: str, offsets: str, pieces: list[np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
@@ -396,7 +407,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """
     given = dict(settings.engine_args)
     for name, why in _REFUSED.items():
-        if given.get(name):
+        if given.get(name) not in (None, False):
             raise RefusedSettings(f"engine_args.{name} = {given[name]!r} is refused: {why}")
     if given.get("data_parallel_size", 1) != 1:
         raise RefusedSettings(
@@ -471,6 +482,21 @@ def check_label_answer(values: list[float]) -> np.ndarray:
     if np.isnan(scores).any():
         raise WrongEngineAnswer(f"the engine returned NaN for label {int(np.flatnonzero(np.isnan(scores))[0])}")
     return scores
+
+
+class _UnlessAborted:
+    """vLLM's client as its label reads use it. They miss the logprobs of an aborted request and cannot say why they
+    are missing, so it is looked at before they are."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        async with contextlib.aclosing(self._llm.generate(*args, **options)) as outputs:
+            async for output in outputs:
+                if output.finished and output.outputs:
+                    _check_end(output.outputs[0].finish_reason)
+                yield output
 
 
 def _check_end(reason: str | None) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 from scoring.batches import SCHEMA_VERSION
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer
 
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True)
 class ReadMeta:
@@ -31,6 +33,7 @@ class ReadMeta:
         prompt_tokens: tokens the engine saw, prompt and scored response together.
         cached_tokens: how many of them came from the prefix cache.
         ids_beyond_tokenizer: ids of this read in [tokenizer size, vocabulary).
+        next_token: the likeliest token after the last one the engine saw; -1 where it saw none (no rows to score).
     """
 
     teacher: str
@@ -44,6 +47,7 @@ class ReadMeta:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ids_beyond_tokenizer: int = 0
+    next_token: int = NO_TOKEN
     schema_version: int = SCHEMA_VERSION
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,6 +93,7 @@ class _Scores:
     prompt_tokens: np.ndarray  # int32 [N]
     cached_tokens: np.ndarray  # int32 [N]
     ids_beyond_tokenizer: np.ndarray  # int32 [N]
+    next_token: np.ndarray  # int32 [N]
     meta_index: np.ndarray  # int32 [N] into metas; -1 for a failed read
     metas: tuple[ReadMeta, ...]
     errors: dict[int, ScoringError] = field(default_factory=dict, kw_only=True)
@@ -118,6 +123,7 @@ class _Scores:
             prompt_tokens=int(self.prompt_tokens[i]),
             cached_tokens=int(self.cached_tokens[i]),
             ids_beyond_tokenizer=int(self.ids_beyond_tokenizer[i]),
+            next_token=int(self.next_token[i]),
         )
         return self._score(i, self.values[self.offsets[i] : self.offsets[i + 1]], meta)
 
@@ -215,7 +221,7 @@ class _Scores:
         )
 
 
-_PER_READ = {"prompt_tokens": np.int32, "cached_tokens": np.int32, "ids_beyond_tokenizer": np.int32}
+_PER_READ = dict.fromkeys(("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token"), np.int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from scoring.batches import OMITTED, ROWS, SCHEMA_VERSION, UNKNOWN_TO_MINUS_INF,
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer, from_dict
 from scoring.ids import PAD
 from scoring.reads import LabelRead, MatrixRead, read_from_fields
-from scoring.scores import LabelScores, MatrixScores, ReadMeta
+from scoring.scores import NO_TOKEN, LabelScores, MatrixScores, ReadMeta
 
 SAFETENSORS = "application/vnd.safetensors"
 """Media type of the binary form."""
@@ -412,7 +412,7 @@ def _refuse_stray_modes(batch: MatrixBatch) -> None:
 
 # ---------------------------------------------------------------- parts of JSON
 
-_PER_READ = ("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer")
+_PER_READ = ("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token")
 # What a result holds; of a failed read, nothing.
 _NOTHING = {
     "matrix": {"logprobs": [], "response_logprobs": [], "rows": [], "shape": [0, 0], "meta": None},
@@ -512,7 +512,8 @@ def _meta(fields_: Any) -> ReadMeta:
         raise WrongEngineAnswer(f"meta has exactly {', '.join(due)}", field="meta")
     for name, kind in due.items():
         value = fields_[name]
-        if type(value).__name__ != kind or (kind == "int" and not 0 <= value < 2**31):
+        lowest = NO_TOKEN if name == "next_token" else 0
+        if type(value).__name__ != kind or (kind == "int" and not lowest <= value < 2**31):
             raise WrongEngineAnswer(f"is {short(value)}; it is of type {kind}", field=f"meta.{name}")
     return ReadMeta(**fields_)
 

@@ -9,6 +9,7 @@ from scoring import LabelBatch, LabelScores, MatrixBatch, MatrixScores, ReadMeta
 from scoring.errors import UnknownTeacher
 from scoring.limits import TeacherLimits
 
+NEXT_TOKEN = 77
 LIMITS = TeacherLimits(vocabulary=2048, tokenizer_size=2000, max_length=512, max_candidates=64)
 
 
@@ -103,6 +104,7 @@ def _columns(read, prompt_tokens: int) -> dict:
         "prompt_tokens": np.array([prompt_tokens], np.int32),
         "cached_tokens": np.zeros(1, np.int32),
         "ids_beyond_tokenizer": np.zeros(1, np.int32),
+        "next_token": np.array([NEXT_TOKEN], np.int32),
         "meta_index": np.zeros(1, np.int32),
         "metas": (meta,),
     }

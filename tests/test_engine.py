@@ -175,7 +175,7 @@ def test_an_answer_says_where_it_comes_from(tiny):
     (labels,) = tiny.read_labels([LabelRead(ids(20), [1, 2])])
     assert (matrix.meta.prompt_tokens, labels.meta.prompt_tokens) == (30, 20)
     for meta in (matrix.meta.to_dict(), labels.meta.to_dict()):
-        del meta["prompt_tokens"], meta["cached_tokens"]
+        del meta["prompt_tokens"], meta["cached_tokens"], meta["next_token"]
         assert meta == {
             "teacher": "tiny",
             "weight_version": 0,
@@ -188,6 +188,15 @@ def test_an_answer_says_where_it_comes_from(tiny):
             "ids_beyond_tokenizer": 0,
             "schema_version": 1,
         }
+
+
+def test_the_likeliest_next_token_comes_with_every_read(tiny, tiny_model):
+    likeliest = hf_logprobs(tiny_model, [3, 1, 4, 1, 5]).argmax(dim=-1).tolist()
+    matrix = tiny.read_matrix([MatrixRead([3, 1], [4, 1, 5]), MatrixRead([3, 1], [4, 1, 5], rows=[1, 0])])
+    assert [score.meta.next_token for score in matrix] == [likeliest[4], likeliest[3]]
+    (label,) = tiny.read_labels([LabelRead([3, 1, 4], [9])])
+    assert label.meta.next_token == likeliest[2]
+    assert tiny.read_matrix([MatrixRead([3], [])])[0].meta.next_token == -1
 
 
 def test_ids_the_tokenizer_does_not_know_are_scored_and_counted(tiny, tiny_model):

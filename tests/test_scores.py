@@ -75,6 +75,7 @@ def matrix_scores(model: list[Answer | ScoringError]) -> MatrixScores:
         prompt_tokens=np.array([a.prompt_tokens for a in alive], np.int32),
         cached_tokens=np.array([a.prompt_tokens // 2 for a in alive], np.int32),
         ids_beyond_tokenizer=np.array([a.prompt_tokens % 3 for a in alive], np.int32),
+        next_token=np.array([a.prompt_tokens % 7 for a in alive], np.int32),
         meta_index=np.array([versions.index(a.version) if a.version >= 0 else -1 for a in alive], np.int32),
         metas=tuple(meta(v) for v in versions),
         errors={i: e.at(i) for i, e in enumerate(model) if isinstance(e, ScoringError)},
@@ -257,6 +258,7 @@ def label_scores(values: list[list[float]]) -> LabelScores:
         prompt_tokens=np.arange(count, dtype=np.int32),
         cached_tokens=np.zeros(count, np.int32),
         ids_beyond_tokenizer=np.zeros(count, np.int32),
+        next_token=np.zeros(count, np.int32),
         meta_index=np.zeros(count, np.int32),
         metas=(meta(3),),
     )

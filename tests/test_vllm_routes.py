@@ -25,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from deployments.ingress import build_api
 from deployments.vllm_routes import _NEUTRAL, vllm_routes
 from scoring.errors import DeadlineExceeded, Overloaded, TeacherUnavailable, WrongEngineAnswer
-from tests.stand_in_router import LIMITS, StandInRouter
+from tests.stand_in_router import LIMITS, NEXT_TOKEN, StandInRouter
 
 ROUTE = "/inference/v1/generate"
 TOKENS = [11, 12, 13, 14]
@@ -121,6 +121,7 @@ def test_the_answer_says_who_answered_and_what_it_cost(api):
         "total_tokens": 5,
     }
     assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["choices"][0]["token_ids"] == [NEXT_TOKEN]
     assert answer["prompt_token_ids"] is None
     assert answer["prompt_logprobs"] is None
 
