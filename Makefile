@@ -20,8 +20,8 @@ $(READY): requirements-cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "Python 3.11 is needed; $(PYTHON) is another version"; exit 1; }
 	@[ -x $(BIN)/python ] || { echo "making .venv"; $(PYTHON) -m venv .venv; }
 	@echo "installing the locked requirements (about 4 GB; a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-cpu.lock
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@rm -f .venv/.ready-* && touch $@
 
 demo: setup  ## the main job: start the service, score two answers three ways, draw them (MODEL=path for another teacher)

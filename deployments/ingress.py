@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
 from starlette.exceptions import HTTPException
 
+from deployments.actor import ensure_actor
 from deployments.http_door import (
     JSON,
     beside_the_loop,
@@ -30,15 +31,13 @@ from deployments.http_door import (
     route_answering_errors,
     trace_headers,
 )
+from deployments.router import Router
 from deployments.vllm_routes import vllm_routes
 from scoring import wire
 from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable, UnknownTeacher
 from scoring.reads import LabelRead
 from scoring.scores import LabelScores, MatrixScores
-
-if TYPE_CHECKING:
-    from deployments.router import Router
 
 _READY_FOR_S = 1.0  # how long the answer of /ready stands
 _READY_TIMEOUT_S = 5.0
@@ -59,9 +58,6 @@ class Ingress:
     """
 
     async def __init__(self, catalog: dict[str, Any], teachers: Mapping[str, Any]) -> None:
-        from deployments.actor import ensure_actor
-        from deployments.router import Router
-
         app_name = serve.get_replica_context().app_name
         self._catalog = catalog
         self._router = Router(app_name, catalog)

@@ -35,6 +35,7 @@ _POLL_S = 0.05
 _ANSWER_MARGIN_S = 2.0
 _CATALOG_FRESH_S = 5.0
 _CATALOG_PATIENCE_S = 0.5
+_INFO_FRESH_S = 1.0
 
 # Ways in which a call fails that say nothing of the reads: reads are idempotent, so they are planned again.
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError, DeploymentUnavailableError, membership.ReplicaGone)
@@ -59,10 +60,13 @@ class Router:
         self._catalog_until = float("inf") if catalog else 0.0  # on the event loop's clock
         self._ingress: DeploymentHandle | None = None
         self._handles: dict[str, DeploymentHandle] = {}
+        self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by teacher, with the time it was asked
         self._outstanding: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # tokens
 
     async def teachers(self, timeout_s: float = 60) -> dict[str, dict[str, Any]]:
         """What every teacher is and takes: the fields of `TeacherInfo`, and `replicas`, how many serve it now.
+
+        Up to a second old, so that a caller may ask with every request.
 
         Raises:
             TeacherUnavailable: no application, or no replica answered in time.
@@ -71,7 +75,10 @@ class Router:
         catalog = await self._find_catalog(deadline)
         found = {}
         for name in catalog["deployments"]:
-            info = await self._info(name, deadline)
+            asked, info = self._infos.get(name, (float("-inf"), {}))
+            if _now() - asked > _INFO_FRESH_S:
+                info = await self._info(name, deadline)
+                self._infos[name] = _now(), info
             found[name] = {**info, "default": name == catalog["default"]}
         return found
 

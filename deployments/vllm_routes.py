@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -38,14 +38,12 @@ from deployments.http_door import (
     route_answering_errors,
     trace_headers,
 )
+from deployments.router import Router
 from scoring import wire
 from scoring.errors import InvalidRead, ScoringError, UnknownTeacher
 from scoring.ids import candidate_matrix, id_vector
 from scoring.reads import MatrixRead
 from scoring.scores import MatrixScore
-
-if TYPE_CHECKING:
-    from deployments.router import Router
 
 _CANDIDATES = "prompt_logprob_token_ids"
 

@@ -49,7 +49,7 @@ def main() -> int:
         tokenizer = load_tokenizer(path)
     try:
         with step("starting Ray, Serve and the replicas"):
-            url = start(options.config, path)
+            url = start(options.config, path, own_dtype=options.model != DEMO_MODEL)
         prompt = as_prompt(tokenizer, QUESTION)
         answers = {name: as_ids(tokenizer, text) for name, text in (("good", GOOD), ("bad", BAD))}
         candidates = candidate_rows(tokenizer, answers)
@@ -100,12 +100,20 @@ def step(what: str):
     print(f"  {time.monotonic() - started:.1f} s", flush=True)
 
 
-def start(config: Path, model: str) -> str:
-    """Start Ray and the application of a Serve YAML with `model` as its default teacher. Returns the HTTP address."""
+def start(config: Path, model: str, own_dtype: bool) -> str:
+    """Start Ray and the application of a Serve YAML with `model` as its default teacher. Returns the HTTP address.
+
+    With `own_dtype` the model runs in the dtype its checkpoint names, not in the YAML's.
+    """
     settings = yaml.safe_load(config.read_text())
     app = AppConfig.model_validate(settings["applications"][0]["args"])
     teacher = app.teachers[app.default_teacher]
     teacher.model = model
+    if own_dtype:
+        teacher.dtype = "auto"
+    longest = teacher.engine_args.get("max_model_len")
+    if longest and longest > positions(model):
+        teacher.engine_args["max_model_len"] = positions(model)
     port = free_port(settings["http_options"]["port"])
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
     serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -129,6 +137,14 @@ def free_port(preferred: int) -> int:
             except OSError:
                 print(f"  port {port} is taken; another one is used")
     raise RuntimeError("no free port on 127.0.0.1")
+
+
+def positions(model: str) -> int:
+    """Tokens the model was made for."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    return getattr(config, "max_position_embeddings", 2**31)
 
 
 def load_tokenizer(path: str):
