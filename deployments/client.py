@@ -34,6 +34,15 @@ class AsyncScoringClient:
         _connect()
         self._router = Router(app_name)
 
+    async def __aenter__(self) -> AsyncScoringClient:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """For symmetry with the other clients: this one holds nothing to close."""
+
     async def teachers(self) -> dict[str, dict[str, Any]]:
         return await self._router.teachers()
 

@@ -101,7 +101,7 @@ class Router:
         Raises:
             ScoringError: of the first read that failed, with its index, unless `return_exceptions`.
         """
-        batch = _as_batch(MatrixBatch, MatrixRead, reads)
+        batch = MatrixBatch.of(reads)
         return await self._read(MatrixScores, "read_matrix", batch, timeout_s, return_exceptions, trace_headers)
 
     async def read_labels(
@@ -113,7 +113,7 @@ class Router:
         trace_headers: Mapping[str, str] | None = None,
     ) -> LabelScores:
         """Answer label reads, in their order; arguments and errors as for `read_matrix`."""
-        batch = _as_batch(LabelBatch, LabelRead, reads)
+        batch = LabelBatch.of(reads)
         return await self._read(LabelScores, "read_labels", batch, timeout_s, return_exceptions, trace_headers)
 
     async def _info(self, teacher: str, deadline: float) -> dict[str, Any]:
@@ -315,17 +315,3 @@ def _seconds(timeout_s: Any) -> float:
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
         raise InvalidRead(f"is {timeout_s!r}; allowed are seconds above 0", field="timeout_s")
     return float(timeout_s)
-
-
-def _as_batch(batch_type: type, read_type: type, reads: Any) -> Any:
-    if isinstance(reads, batch_type):
-        return reads
-    if isinstance(reads, read_type):
-        raise InvalidRead(
-            f"is one {read_type.__name__}; give a list of them, or a {batch_type.__name__}", field="reads"
-        )
-    reads = list(reads)
-    for i, read in enumerate(reads):
-        if not isinstance(read, read_type):
-            raise InvalidRead(f"is a {type(read).__name__}; a {read_type.__name__} is needed", read=i)
-    return batch_type.from_reads(reads)

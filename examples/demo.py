@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # this Ray is started, used and stopped by this process alone
 
 import numpy as np
+import psutil
 import ray
 import yaml
 from ray import serve
@@ -116,15 +117,18 @@ def start(config: Path, model: str, own_dtype: bool) -> str:
         teacher.engine_args["max_model_len"] = positions(model)
     port = free_port(settings["http_options"]["port"])
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
     serve.run(build_app(app), name=APP_NAME, route_prefix="/")
     return f"http://127.0.0.1:{port}"
 
 
 def stop() -> None:
-    if ray.is_initialized():
-        serve.shutdown()
-        ray.shutdown()
+    """End this process's Ray cluster, and wait until none of its processes is left."""
+    processes = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, left = psutil.wait_procs(processes, timeout=20)
+    for process in left:
+        process.kill()
 
 
 def free_port(preferred: int) -> int:

@@ -7,7 +7,7 @@ gather per array, and the engine takes one read at a time as views.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -75,6 +75,24 @@ class _Ragged:
             raise IndexError(f"read {i} of {len(self)}")
         return int(i) % len(self)
 
+    @classmethod
+    def of(cls, reads: Any):
+        """`reads` when it is such a batch; the batch of them when they are reads.
+
+        Raises:
+            InvalidRead: it is neither.
+        """
+        if isinstance(reads, cls):
+            return reads
+        wanted = f"a list of {cls._read.__name__}, or a {cls.__name__}"
+        if isinstance(reads, str | bytes | dict) or not isinstance(reads, Iterable):
+            raise InvalidRead(f"is a {type(reads).__name__}; allowed is {wanted}", field="reads")
+        reads = list(reads)
+        for i, read in enumerate(reads):
+            if not isinstance(read, cls._read):
+                raise InvalidRead(f"is a {type(read).__name__}; allowed is {wanted}", read=i)
+        return cls.from_reads(reads)
+
     def _columns(self, i: int) -> dict[str, Any]:
         """The fields that both kinds of read have, of read i."""
         version = int(self.expect_version[i])
@@ -124,6 +142,7 @@ class MatrixBatch(_Ragged):
     teacher_index: np.ndarray  # int32 [N] into teachers
     teachers: tuple[str | None, ...]
 
+    _read = MatrixRead
     _flat = {"ids": "offsets", "candidate_ids": "candidate_offsets", "rows": "row_offsets"}  # noqa: RUF012
 
     def __post_init__(self) -> None:
@@ -300,6 +319,7 @@ class LabelBatch(_Ragged):
     teacher_index: np.ndarray  # int32 [N] into teachers
     teachers: tuple[str | None, ...]
 
+    _read = LabelRead
     _flat = {"ids": "offsets", "label_ids": "label_offsets"}  # noqa: RUF012
 
     @classmethod

@@ -88,8 +88,7 @@ class _Client:
         trace_headers: Mapping[str, str] | None,
     ) -> _Steps:
         options = wire.ReadOptions(self._timeout_s if timeout_s is None else timeout_s, return_exceptions)
-        batch = reads if isinstance(reads, _BATCH[kind]) else _BATCH[kind].from_reads(list(reads))
-        return _read(kind, batch, options, self._binary, trace_headers or {})
+        return _read(kind, _BATCH[kind].of(reads), options, self._binary, trace_headers or {})
 
 
 class HttpScoringClient(_Client):

@@ -310,3 +310,20 @@ def test_reads_of_a_batch_are_views_of_its_arrays():
     assert np.shares_memory(batch[0].prompt_ids, batch.ids)
     assert np.shares_memory(batch[0].response_ids, batch.ids)
     assert np.shares_memory(batch[0].candidate_ids, batch.candidate_ids)
+
+
+def test_what_is_no_batch_and_no_list_of_reads_is_refused_with_a_sentence():
+    read = MatrixRead([1], [2])
+    assert len(MatrixBatch.of([read, read])) == 2
+    batch = MatrixBatch.from_reads([read])
+    assert MatrixBatch.of(batch) is batch
+    assert len(MatrixBatch.of(r for r in (read,))) == 1
+    for wrong, said in (
+        (read, "reads: is a MatrixRead; allowed is a list of MatrixRead, or a MatrixBatch"),
+        ("reads", "reads: is a str"),
+        ({"prompt_ids": [1]}, "reads: is a dict"),
+        ([read, LabelRead([1], [2])], "read 1: is a LabelRead"),
+        (LabelBatch.from_reads([LabelRead([1], [2])]), "read 0: is a LabelRead"),
+    ):
+        with pytest.raises(InvalidRead, match=said):
+            MatrixBatch.of(wrong)
