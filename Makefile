@@ -25,7 +25,7 @@ $(READY): requirements-cpu.lock pyproject.toml
 	@rm -f .venv/.ready-* && touch $@
 
 demo: setup  ## the main job: start the service, score two answers three ways, draw them (MODEL=path for another teacher)
-	@$(BIN)/python -m examples.demo $(if $(MODEL),--model $(MODEL))
+	@$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)")
 
 test: setup  ## all tests (under 10 minutes)
 	@$(BIN)/python -m pytest

@@ -90,10 +90,10 @@ class TeacherScoringActor:
         return scores.to_dict()
 
 
-def ensure_actor(app_name: str) -> ray.actor.ActorHandle:
-    """The named actor of this application, created when there is none or when it runs other code.
+def ensure_actor(app_name: str, replace: bool = True) -> ray.actor.ActorHandle:
+    """The named actor of this application, created when there is none. Its name is the application's own.
 
-    Its name is the application's own.
+    With `replace`, one that runs another version of this code, or does not answer, is ended and created anew.
     """
     create = ray.remote(TeacherScoringActor).options(
         name=app_name,
@@ -106,6 +106,8 @@ def ensure_actor(app_name: str) -> ray.actor.ActorHandle:
         max_concurrency=1000,
     )
     actor = create.remote(app_name)
+    if not replace:
+        return actor
     try:
         if ray.get(actor.code_version.remote(), timeout=_START_S) == CODE_VERSION:
             return actor

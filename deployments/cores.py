@@ -7,6 +7,7 @@ holds it, however that process ends.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import tempfile
@@ -23,7 +24,7 @@ class CoreLease:
 
     cores: tuple[int, ...]
     sharers: int  # other replicas that were already on these cores
-    _lock: IO  # open file; closing it ends the lease
+    _locks: tuple[IO, ...]  # one open file per core; closing them ends the lease
 
 
 def lease_cores(count: int, folder: Path | None = None) -> CoreLease:
@@ -42,16 +43,25 @@ def lease_cores(count: int, folder: Path | None = None) -> CoreLease:
     sets = [tuple(allowed[i : i + count]) for i in range(0, len(allowed) - count + 1, count)]
     folder = folder or Path(tempfile.gettempdir()) / f"teacher-scoring-cores-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    sharers = 0
-    while True:
+    for sharers in itertools.count():
         for cores in sets:
-            lock = (folder / f"{'-'.join(map(str, cores))}.{sharers}").open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                continue
-            if sharers:
-                logger.warning("all cores of this node are taken; sharing %s with %d other engines", cores, sharers)
-            return CoreLease(cores, sharers, lock)
-        sharers += 1
+            locks = _lock([folder / f"{core}.{sharers}" for core in cores])
+            if locks:
+                if sharers:
+                    logger.warning("all cores of this node are taken; sharing %s with %d other engines", cores, sharers)
+                return CoreLease(cores, sharers, locks)
+    raise AssertionError("unreachable: some number of sharers is free")
+
+
+def _lock(paths: list[Path]) -> tuple[IO, ...]:
+    """The open files, each locked; none when one of them is locked already."""
+    files: list[IO] = []
+    for path in paths:
+        files.append(path.open("w"))
+        try:
+            fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            for file in files:
+                file.close()
+            return ()
+    return tuple(files)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -39,6 +40,9 @@ from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUn
 from scoring.reads import LabelRead
 from scoring.scores import LabelScores, MatrixScores
 
+logger = logging.getLogger("ray.serve")
+
+_ACTOR_CHECK_S = 10.0
 _READY_FOR_S = 1.0  # how long the answer of /ready stands
 _READY_TIMEOUT_S = 5.0
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
@@ -62,6 +66,16 @@ class Ingress:
         self._catalog = catalog
         self._router = Router(app_name, catalog)
         await asyncio.to_thread(ensure_actor, app_name)
+        self._keeping = asyncio.create_task(self._keep_actor(app_name))
+
+    async def _keep_actor(self, app_name: str) -> None:
+        """An actor that has left (it took a restart of Serve for the end, say) is created again."""
+        while True:
+            await asyncio.sleep(_ACTOR_CHECK_S)
+            try:
+                await asyncio.to_thread(ensure_actor, app_name, replace=False)
+            except Exception as error:
+                logger.warning("the named actor could not be created, it is tried again: %s", error)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(lambda: self._router)
@@ -144,7 +158,8 @@ def _own_routes(router: Callable[[], Router]) -> APIRouter:
     async def models() -> Response:
         """The teachers, in the shape of vLLM's model list."""
         known = await router().teachers()
-        return json_response({"object": "list", "data": [_model(name, info, started) for name, info in known.items()]})
+        served = [_model(name, info, started) for name, info in known.items() if info["replicas"]]
+        return json_response({"object": "list", "data": served})
 
     @routes.get("/version")
     async def versions() -> Response:
@@ -274,9 +289,7 @@ class _Readiness:
         """What `check` returns or raises, as a value: nobody may be left to see an exception."""
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                known = await self._router().teachers()
-                if not known:
-                    return TeacherUnavailable("no teacher is configured")
+                known = await self._router().names()
                 if teacher is not None and teacher not in known:
                     return UnknownTeacher(f"is {teacher!r}; the teachers are {', '.join(known)}", field="teacher")
                 names = list(known) if teacher is None else [teacher]

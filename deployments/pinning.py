@@ -1,7 +1,7 @@
 """Sends a Serve call to the replica it names.
 
 Serve's own routers count requests, not tokens, and choose the replica themselves; a planned shard must go where it
-was planned to go. This file is the only one that leans on Ray Serve's private parts: `PinnedRequestRouter` overrides
+was planned to go. This file leans on private parts of Ray Serve: `PinnedRequestRouter` overrides
 one method of Serve's default router, and listens in on two others. `check_ray` refuses a Ray it was not read against.
 Serve pickles this module by value: state of the process belongs into `membership.py`.
 """

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -56,6 +54,7 @@ class Teacher:
                 engine_args=settings.engine_args,
             )
         )
+        self._processes = psutil.Process().children(recursive=True)
         threading.Thread(target=self._leave_with_engine, name="engine-watch", daemon=True).start()
         logger.info("teacher %s is ready after %.1f s on cores %s", name, time.monotonic() - started, cores or "-")
 
@@ -100,10 +99,15 @@ class Teacher:
         if self._stopping:
             return
         logger.error("the engine of this replica has died; the replica leaves and Serve starts another")
-        for process in psutil.Process().children(recursive=True):
-            if process.pid != resource_tracker._resource_tracker._pid:  # it gives shared memory back, then leaves too
-                process.send_signal(signal.SIGKILL)
-        os._exit(1)
+        try:
+            for process in {*self._processes, *psutil.Process().children(recursive=True)}:
+                # Multiprocessing's tracker is spared: it gives shared memory back, and leaves when this process does.
+                if process.is_running() and "resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
+        except psutil.Error as error:
+            logger.warning("while ending the engine's processes: %s", error)
+        finally:
+            os._exit(1)
 
 
 def _replica_id() -> str:

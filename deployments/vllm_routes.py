@@ -330,11 +330,11 @@ async def _teacher(router: Router, model: str | None) -> str | None:
     """The teacher of that name, or the first whose checkpoint it is; None (the default one) when not asked for."""
     if model is None:
         return None
-    known = await router.teachers()
-    if model in known:
+    if model in await router.names():
         return model
+    known = await router.teachers()
     for name, info in known.items():
-        if info["model"] == model:
+        if info.get("model") == model:
             return name
     raise Refusal(
         f"The model `{model}` does not exist. Valid aliases: {', '.join(known)}.", "model", "NotFoundError", 404

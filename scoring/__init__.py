@@ -1,4 +1,4 @@
-"""What a read is, and the engine that answers it. Never imports Ray; imports vLLM only in `scoring.engine`."""
+"""What a read is, and the engine that answers it. Never imports Ray; vLLM only in `engine` and `vllm_extension`."""
 
 from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
 from scoring.errors import ScoringError

@@ -47,7 +47,9 @@ class _Ragged:
                     f"is {array.dtype} {list(array.shape)}; a batch holds it as {np.dtype(dtype)}, one-dimensional",
                     field=f.name,
                 )
-            object.__setattr__(self, f.name, np.ascontiguousarray(array))
+            array = np.ascontiguousarray(array).view()
+            array.flags.writeable = False  # so that reads are views of it, not copies
+            object.__setattr__(self, f.name, array)
         count = len(self)
         for f in fields(self):
             if f.name == "teachers" or f.name in self._flat:

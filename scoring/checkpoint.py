@@ -1,7 +1,8 @@
 """What a checkpoint says of itself: its dtype, and short hashes that name it and its tokenizer.
 
-The hashes tell two checkpoints apart in answers and caches. They are no seal against tampering: of large weight files
-only the header and evenly spread samples are read, so that naming 500 GB takes seconds.
+The hashes name a checkpoint in answers and caches. They are no proof: of weight files above 64 MiB only the header and
+evenly spread samples are read, so that naming 500 GB takes seconds, and a change of one small tensor between the
+samples goes unseen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`TeacherEngine`: one vLLM V2 engine that answers matrix reads and label reads.
 
-The one module of the service that imports vLLM. Call `environment.prepare_engine_environment` before importing
-it. It knows nothing of Ray: one engine, in this process's event loop, for batches that are meant for it.
+The one module of the service that imports vLLM (`vllm_extension` runs inside vLLM's own processes). Call
+`environment.prepare_engine_environment` before importing it. It knows nothing of Ray: one engine, in this process's
+event loop, for batches that are meant for it.
 """
 
 from __future__ import annotations
@@ -104,11 +105,14 @@ class TeacherEngine:
 
     Raises:
         RefusedSettings: engine arguments under which scores would be wrong.
+        FileNotFoundError: `model` is no folder with weights.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.weight_version = 0
+        self._checkpoint = checkpoint_hash(settings.model)  # also finds out, before anything starts, if there is one
+        self._tokenizer = tokenizer_hash(settings.model)
         self._serial = itertools.count()
         # The usage context chooses vLLM's defaults for steps: a server's are twice an embedded engine's.
         context = UsageContext.OPENAI_API_SERVER
@@ -127,7 +131,6 @@ class TeacherEngine:
             max_length=config.model_config.max_model_len,
             max_candidates=settings.max_candidates,
         )
-        self._checkpoint = checkpoint_hash(settings.model)
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._head_dtype = str(config.model_config.head_dtype).removeprefix("torch.")  # hf_overrides may name it too
 
@@ -147,7 +150,7 @@ class TeacherEngine:
             engine=f"vllm {vllm.__version__}",
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
             checkpoint=self._checkpoint,
-            tokenizer=tokenizer_hash(self.settings.model),
+            tokenizer=self._tokenizer,
             weight_version=self.weight_version,
         )
 
@@ -221,6 +224,9 @@ class TeacherEngine:
                 )
             except ScoringError as error:
                 return _failure(error.at(i))
+            except Exception as error:
+                logger.exception("a read failed unexpectedly")
+                return _failure(WrongEngineAnswer(f"{type(error).__name__}: {error}", read=i))
 
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         async with asyncio.TaskGroup() as group:

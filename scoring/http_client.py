@@ -278,8 +278,12 @@ def _attempts(request: Callable[[float], _Send], timeout_s: float) -> _Steps:
         ScoringError: what the last attempt failed with.
     """
     deadline = time.monotonic() + timeout_s
+    error: ScoringError = DeadlineExceeded(f"not sent within its timeout_s of {timeout_s:g} s")
     for attempt in itertools.count():
-        reply = yield request(deadline - time.monotonic())
+        left = deadline - time.monotonic()
+        if left <= 0:  # the pause before it took longer than it was meant to
+            raise error
+        reply = yield request(left)
         if isinstance(reply, httpx.Response) and reply.status_code == 200:
             return reply
         error, again = _failure(reply)

@@ -15,7 +15,9 @@ PAD = -1
 """The candidate id of an unused column. Allowed only as a trailing run of a row; it scores -inf."""
 
 _INT32_MAX = np.iinfo(np.int32).max
-_MAX_PADDED = 1 << 26  # ids of one ragged candidate matrix once padded (256 MiB): one long row must not cost gigabytes
+# One long row among many short ones must not cost gigabytes: beyond the first number of ids, padding may make a ragged
+# matrix this many times larger.
+_FREELY_PADDED, _MOST_PADDING = 1 << 20, 4
 
 
 def id_vector(value: Any, field: str) -> np.ndarray:
@@ -30,20 +32,27 @@ def id_vector(value: Any, field: str) -> np.ndarray:
     return _int32(array, field)
 
 
-def candidate_matrix(value: Any, field: str) -> np.ndarray:
+def candidate_matrix(value: Any, field: str, rows: int | None = None) -> np.ndarray:
     """`value` as int32 [K] (one set for all rows) or [R, K] (one row per response position).
 
     Rows of different lengths are padded with `PAD` on the right. `PAD` itself is accepted only there.
 
+    Args:
+        rows: how many rows [R, K] must have.
+
     Raises:
-        InvalidRead: wrong type, more than two dimensions, or a negative id that is not a trailing pad.
+        InvalidRead: wrong type, more than two dimensions, another number of rows, or a negative id that is not a
+            trailing pad.
     """
     if isinstance(value, list | tuple) and any(_is_row(row) for row in value):
+        _check_rows(len(value), rows, field)  # before anything is padded
         array = _stack_rows([id_vector(row, f"{field}[{r}]") for r, row in enumerate(value)], field)
     else:
         array = _as_array(value, field)
     if array.ndim not in (1, 2):
         raise InvalidRead(f"has shape {_shape(array)}; allowed are [K] and [R, K]", field=field)
+    if array.ndim == 2:
+        _check_rows(len(array), rows, field)
     array = _int32(array, field)
     negative = array < 0
     if negative.any():
@@ -118,7 +127,9 @@ def _as_array(value: Any, field: str, allow_bool: bool = False) -> np.ndarray:
             value = value.int()
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
-        if value.dtype.kind in "iu" or (allow_bool and value.dtype == bool) or value.size == 0:
+        if allow_bool and value.dtype == bool:
+            return value
+        if value.dtype.kind in "iu" or value.size == 0:
             return value if value.size else value.astype(np.int32)
         raise InvalidRead(f"has dtype {value.dtype}; token ids are integers", field=field)
     if isinstance(value, range):
@@ -145,13 +156,24 @@ _RANGE = "a token id lies in [0, vocabulary size), and never above 2**31 - 1"
 
 
 def _int32(array: np.ndarray, field: str) -> np.ndarray:
-    """`array` as contiguous int32, refusing values that do not fit."""
+    """`array` as contiguous int32 that nobody writes to, refusing values that do not fit."""
     if array.dtype != np.int32:
         if array.size and (array.max() > _INT32_MAX or array.min() < -_INT32_MAX):
             at = tuple(int(i) for i in np.argwhere((array > _INT32_MAX) | (array < -_INT32_MAX))[0])
             raise InvalidRead(f"is {int(array[at])}; {_RANGE}", field=f"{field}[{']['.join(map(str, at))}]")
         array = array.astype(np.int32)
+    elif array.flags.writeable:  # the caller may use its buffer again
+        array = array.copy()
     return np.ascontiguousarray(array)
+
+
+def _check_rows(given: int, due: int | None, field: str) -> None:
+    if due is not None and given != due:
+        raise InvalidRead(
+            f"has {given} rows; the response has {due} tokens, and each needs its row "
+            "(select positions with rows=, or give one flat list [K] for all of them)",
+            field=field,
+        )
 
 
 def _is_row(value: Any) -> bool:
@@ -159,10 +181,11 @@ def _is_row(value: Any) -> bool:
 
 
 def _stack_rows(rows: list[np.ndarray], field: str) -> np.ndarray:
-    width = max(len(row) for row in rows)
-    if len(rows) * width > _MAX_PADDED:
+    width, given = max(len(row) for row in rows), sum(len(row) for row in rows)
+    if len(rows) * width > max(_FREELY_PADDED, _MOST_PADDING * given):
         raise InvalidRead(
-            f"has {len(rows)} rows, the longest of {width} ids; padded they are more than the {_MAX_PADDED} allowed",
+            f"has {len(rows)} rows and one of {width} ids, but {given} ids in all; rows this uneven are not padded: "
+            "give an array [R, K] that is",
             field=field,
         )
     stacked = np.full((len(rows), width), PAD, dtype=np.int32)

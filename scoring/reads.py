@@ -66,14 +66,7 @@ class MatrixRead:
         put(self, "response_ids", id_vector(self.response_ids, "response_ids"))
         length = len(self.response_ids)
         if self.candidate_ids is not None:
-            candidates = candidate_matrix(self.candidate_ids, "candidate_ids")
-            if candidates.ndim == 2 and len(candidates) != length:
-                raise InvalidRead(
-                    f"has {len(candidates)} rows; the response has {length} tokens, and each needs its row "
-                    "(select positions with rows=, or give one flat list [K] for all of them)",
-                    field="candidate_ids",
-                )
-            put(self, "candidate_ids", candidates)
+            put(self, "candidate_ids", candidate_matrix(self.candidate_ids, "candidate_ids", rows=length))
         put(self, "rows", row_indices(self.rows, length))
         put(self, "top_k", _integer(self.top_k, "top_k", 0))
         put(self, "extras", _extras(self.extras))

@@ -55,6 +55,8 @@ class ServeProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A shell's background job has SIGINT ignored, and hands that down.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         try:
             self._wait_until_ready()

@@ -29,6 +29,9 @@ class StandInRouter:
         self.calls: list[dict] = []
         self.before: Callable = lambda: None
 
+    async def names(self) -> tuple[str, ...]:
+        return tuple(await self.teachers())
+
     async def teachers(self) -> dict[str, dict]:
         return {name: self.info(name) for name in ("default", "math")}
 

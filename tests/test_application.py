@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -336,20 +337,46 @@ def test_a_body_that_is_no_request_is_a_422_too(application, body):
     assert answer.status_code == 422 and answer.json()["error"]["message"]
 
 
-def test_a_killed_replica_loses_no_read_and_is_replaced(client, application):
-    reads = make_reads(100, seed=7)
+def test_a_12_way_fan_out_inside_one_serve_request_completes(application):
+    """Nested calls of one Serve request share an internal request id, over which other routers have hung for ever."""
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class FanOut:
+        async def __call__(self):
+            handle = serve.get_deployment_handle("Teacher-default", APP_NAME)
+            while len(membership.members(handle)) < 2:
+                await asyncio.sleep(0.05)
+            targets = membership.members(handle) * 6
+            calls = [pinned(handle, target, "placement").remote() for target in targets]
+            return targets, [(await call)["replica"] for call in calls]
+
+    try:
+        targets, reached = serve.run(FanOut.bind(), name="fan-out", route_prefix=None).remote().result(timeout_s=60)
+        assert len(targets) == 12 and reached == list(targets)
+    finally:
+        serve.delete("fan-out")
+
+
+def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(client, http, application):
+    reads = make_reads(300, seed=7)
     before = client.read_matrix(reads)
-    handle = serve.get_deployment_handle("Teacher-default", APP_NAME)
-    places = handle.broadcast("placement").results(timeout_s=30)
-    psutil.Process(places[0]["pid"]).kill()
-    after = client.read_matrix(reads, timeout_s=120)
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    places = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("placement").results(timeout_s=30)
+    victim = next(pid for pid, name in places[0]["engine"].items() if "EngineCore" in name)
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(c.read_matrix, reads, timeout_s=120) for c in (client, http)]
+        time.sleep(0.3)
+        assert not any(answer.done() for answer in waiting)
+        psutil.Process(victim).kill()
+        for answer in waiting:
+            for one, other in zip(before, answer.result(), strict=True):
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5, rtol=0)
+    assert not psutil.pid_exists(places[0]["pid"]) or psutil.Process(places[0]["pid"]).status() == "zombie"
     deadline = time.monotonic() + 120
     while client.teachers()["default"]["replicas"] < 2:
         assert time.monotonic() < deadline, application.end_of_log()
         time.sleep(0.5)
-    assert not any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in places[0]["engine"])
+    left = [pid for pid in places[0]["engine"] if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    assert not left
 
 
 def blocks(language):

@@ -60,6 +60,12 @@ def test_an_engine_of_several_cores_gets_them_together(holder):
     assert cores == tuple(allowed)
 
 
+def test_engines_of_different_sizes_do_not_overlap_unseen(holder):
+    _, cores, _ = holder(len(os.sched_getaffinity(0)))
+    _, (core,), sharers = holder(1)
+    assert core in cores and sharers == 1
+
+
 @pytest.mark.parametrize("count", [0, 10_000])
 def test_more_cores_than_the_node_allows_is_an_error(count, tmp_path):
     with pytest.raises(ValueError, match=f"cpu_cores is {count}; this process may use"):

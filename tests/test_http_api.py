@@ -307,7 +307,7 @@ def test_overload_says_when_to_come_back(api, router):
 
 
 def test_a_failure_nobody_foresaw_is_a_plain_500_and_one_line_in_the_log(api, router, caplog):
-    router.before = raising(RuntimeError("at /root/secret.py\nline 5"))
+    router.before = raising(RuntimeError("at /srv/secret.py\nline 5"))
     with caplog.at_level(logging.INFO, logger="ray.serve"):
         logging.getLogger("ray.serve").addHandler(caplog.handler)
         response = api.post("/v1/matrix-reads", json={"reads": [MATRIX]})
@@ -316,7 +316,7 @@ def test_a_failure_nobody_foresaw_is_a_plain_500_and_one_line_in_the_log(api, ro
     assert response.json()["error"]["type"] == "InternalError"
     assert "secret" not in response.text
     (line,) = {record.getMessage() for record in caplog.records if record.name == "ray.serve"}
-    assert "RuntimeError: at /root/secret.py line 5" in line
+    assert "RuntimeError: at /srv/secret.py line 5" in line
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/v1/label-reads", 405)])
@@ -380,7 +380,7 @@ def test_a_teacher_that_cannot_answer_is_not_ready(api, router, error):
 
 
 def test_a_failure_nobody_foresaw_is_not_ready(api, router):
-    router.before = raising(RuntimeError("at /root/secret.py"))
+    router.before = raising(RuntimeError("at /srv/secret.py"))
     response = api.get("/ready")
     assert response.status_code == 503
     assert "secret" not in response.text

@@ -44,8 +44,9 @@ def test_ids_come_as_lists_arrays_or_tensors_and_are_stored_as_int32(form):
         assert array.tolist() == ids
 
 
-def test_int32_arrays_are_taken_as_they_are_without_a_copy():
+def test_int32_arrays_that_nobody_can_write_to_are_taken_without_a_copy():
     prompt, candidates = np.array([5, 6], np.int32), np.array([[1, 2]], np.int32)
+    prompt.flags.writeable = candidates.flags.writeable = False
     read = MatrixRead(prompt, [7], candidates)
     assert np.shares_memory(read.prompt_ids, prompt)
     assert np.shares_memory(read.candidate_ids, candidates)
@@ -162,9 +163,9 @@ def test_bad_candidates_of_a_later_row_are_named_with_that_row():
 
 
 def test_one_long_row_among_many_short_ones_is_not_padded_to_gigabytes():
-    with pytest.raises(InvalidRead, match=r"candidate_ids: has 9000 rows, the longest of 9000 ids") as caught:
+    with pytest.raises(InvalidRead, match=r"has 9000 rows and one of 9000 ids, but 17999 ids in all") as caught:
         MatrixRead([5], [6] * 9000, [range(9000), *([[1]] * 8999)])
-    assert str(2**26) in caught.value.message
+    assert caught.value.field == "candidate_ids"
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -391,3 +392,25 @@ def test_what_this_version_does_not_answer_is_refused_by_name():
         error = refused(read)
         assert type(error) is NotYetSupported
         assert error.field == field
+
+
+def test_a_read_keeps_its_ids_when_the_callers_buffer_is_used_again():
+    buffer = np.array([[1, 2], [3, 4]], dtype=np.int32)
+    read = MatrixRead(buffer[0], buffer[1], buffer)
+    buffer[:] = 9
+    assert read.prompt_ids.tolist() == [1, 2]
+    assert read.response_ids.tolist() == [3, 4]
+    assert read.candidate_ids.tolist() == [[1, 2], [3, 4]]
+
+
+def test_rows_too_uneven_to_pad_are_refused_before_anything_is_allocated():
+    long = [list(range(8192)), *([] for _ in range(8191))]
+    with pytest.raises(InvalidRead, match="has 8192 rows and one of 8192 ids, but 8192 ids in all"):
+        MatrixRead([1], [2] * 8192, long)
+    with pytest.raises(InvalidRead, match="has 8192 rows; the response has 1 tokens"):
+        MatrixRead([1], [2], long)
+
+
+def test_an_empty_mask_of_a_response_that_is_not_empty_is_an_error():
+    with pytest.raises(InvalidRead, match="is a mask of 0 flags; the response has 5 positions"):
+        MatrixRead([1], [2] * 5, rows=np.zeros(0, bool))

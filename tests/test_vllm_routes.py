@@ -433,7 +433,7 @@ def test_a_failure_of_the_service_has_vllms_form(api, router, error, status, kin
 
 def test_a_failure_nobody_foresaw_tells_nothing(api, router):
     def fail():
-        raise RuntimeError("at /root/secret.py")
+        raise RuntimeError("at /srv/secret.py")
 
     router.before = fail
     error = refusal(api.post(ROUTE, json=body()))
