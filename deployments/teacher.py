@@ -5,6 +5,7 @@ A replica takes shards: batches that a Router planned for it. It knows nothing o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -101,11 +102,10 @@ class Teacher:
         logger.error("the engine of this replica has died; the replica leaves and Serve starts another")
         try:
             for process in {*self._processes, *psutil.Process().children(recursive=True)}:
-                # Multiprocessing's tracker is spared: it gives shared memory back, and leaves when this process does.
-                if process.is_running() and "resource_tracker" not in " ".join(process.cmdline()):
-                    process.kill()
-        except psutil.Error as error:
-            logger.warning("while ending the engine's processes: %s", error)
+                with contextlib.suppress(psutil.Error):  # it has ended by itself
+                    # Multiprocessing's tracker is spared: it gives shared memory back, and leaves after this process.
+                    if "resource_tracker" not in " ".join(process.cmdline()):
+                        process.kill()
         finally:
             os._exit(1)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import socket
 import sys
@@ -116,6 +117,7 @@ def start(config: Path, model: str, own_dtype: bool) -> str:
     if longest and longest > positions(model):
         teacher.engine_args["max_model_len"] = positions(model)
     port = free_port(settings["http_options"]["port"])
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
     serve.run(build_app(app), name=APP_NAME, route_prefix="/")

@@ -50,6 +50,8 @@ from scoring.vllm_extension.guard import refuse_unreplaced, refuse_unreplaced_op
 
 logger = logging.getLogger(__name__)
 
+SUPPORTED_VLLM = ("0.32.", "0.33.")
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -109,6 +111,11 @@ class TeacherEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
+        if not vllm.__version__.startswith(SUPPORTED_VLLM):
+            raise RefusedSettings(
+                f"vLLM {vllm.__version__} is installed; this engine was read against {', '.join(SUPPORTED_VLLM)}x, and "
+                "relies on details that others may change"
+            )
         self.settings = settings
         self.weight_version = 0
         self._checkpoint = checkpoint_hash(settings.model)  # also finds out, before anything starts, if there is one
