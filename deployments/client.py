@@ -31,7 +31,7 @@ class AsyncScoringClient:
     """
 
     def __init__(self, app_name: str = APP_NAME) -> None:
-        _connect()
+        _connect(app_name)
         self._router = Router(app_name)
 
     async def __aenter__(self) -> AsyncScoringClient:
@@ -84,7 +84,7 @@ class ScoringClient:
     """
 
     def __init__(self, app_name: str = APP_NAME) -> None:
-        _connect()
+        _connect(app_name)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="scoring-client", daemon=True)
         self._thread.start()
@@ -157,7 +157,9 @@ class ScoringClient:
             future.cancel()
 
 
-def _connect() -> None:
+def _connect(app_name: str) -> None:
+    if "://" in app_name:
+        raise ValueError(f"{app_name!r} is no application's name: over HTTP use scoring.http_client.HttpScoringClient")
     if not ray.is_initialized():
         try:
             ray.init(address="auto", log_to_driver=False)

@@ -37,6 +37,7 @@ _POLL_S = 0.05
 _ANSWER_MARGIN_S = 2.0
 _CATALOG_FRESH_S = 5.0
 _CATALOG_PATIENCE_S = 0.5
+_CATALOG_TIMEOUT_S = 30.0
 _INFO_FRESH_S = 1.0
 _HANDLE_PATIENCE_S = 5.0
 
@@ -65,6 +66,7 @@ class Router:
         self._asks_for_catalog = catalog is None
         self._catalog_until = 0.0 if catalog is None else float("inf")  # on the event loop's clock
         self._ingress: DeploymentHandle | None = None
+        self._asking: asyncio.Task | None = None
         self._handles: dict[str, DeploymentHandle] = {}
         self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by teacher, with the time it was asked
         self._outstanding: dict[str, Counter[str]] = defaultdict(Counter)  # tokens, by teacher and replica
@@ -159,18 +161,20 @@ class Router:
         if not all(name is None or name in catalog["deployments"] for name in batch.teachers):
             catalog = await self._find_catalog(deadline, anew=True)  # perhaps a redeploy has just added it
         names = [catalog["default"] if name is None else name for name in batch.teachers]
+        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        teacher_of = np.array([number[name] for name in names], dtype=np.int64)[batch.teacher_index]  # int64 [N]
+        order = np.argsort(teacher_of, kind="stable")
+        counts = np.bincount(teacher_of, minlength=len(number))
         jobs, parts = [], []
-        for name in dict.fromkeys(names):
-            reads = np.flatnonzero(np.isin(batch.teacher_index, [i for i, n in enumerate(names) if n == name]))
+        for name, reads in zip(number, np.split(order, np.cumsum(counts)[:-1]) if number else [], strict=True):
             if not len(reads):
                 continue
             if name in catalog["deployments"]:
                 jobs.append(self._read_teacher(answer, method, batch, reads, name, deadline, trace_headers))
             else:
                 known = ", ".join(catalog["deployments"])
-                parts.append(
-                    _failed(answer, reads, UnknownTeacher(f"is {name!r}; the teachers are {known}", field="teacher"))
-                )
+                error = UnknownTeacher(f"is {name!r}; the teachers are {known}", field="teacher")
+                parts.append(_failed(answer, reads, error))
         for some in await _all(jobs):
             parts += some
         scores = answer.assemble(len(batch), parts)
@@ -310,21 +314,28 @@ class Router:
         """
         if _now() < self._catalog_until and not (anew and self._asks_for_catalog):
             return self._catalog
+        if self._asking is None or self._asking.done():  # one call for all who wait
+            self._asking = asyncio.create_task(self._ask_for_catalog())
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         patience = max(deadline - _now(), 0) if self._catalog is None else _CATALOG_PATIENCE_S
+        await asyncio.wait({self._asking}, timeout=patience)
+        if self._asking.done() and not self._asking.exception():
+            self._catalog = self._asking.result()
+        elif self._catalog is None:
+            if self._asking.done() and isinstance(self._asking.exception(), TeacherUnavailable):
+                raise self._asking.exception()
+            raise TeacherUnavailable(f"the ingress of application {self._app_name!r} did not answer in time")
+        self._catalog_until = _now() + _CATALOG_FRESH_S
+        return self._catalog
+
+    async def _ask_for_catalog(self) -> dict[str, Any]:
         try:
             if self._ingress is None:  # asks the controller, which blocks
                 self._ingress = await asyncio.to_thread(_app_handle, self._app_name)
-            self._catalog = await _result(self._ingress.catalog.remote(), patience)
-        except (TimeoutError, TeacherUnavailable, *_LOST) as error:
+            return await _result(self._ingress.catalog.remote(), _CATALOG_TIMEOUT_S)
+        except BaseException:
             self._ingress = None  # its handle may listen to a controller that is no more
-            if self._catalog is None:
-                if isinstance(error, TeacherUnavailable):
-                    raise
-                raise TeacherUnavailable(
-                    f"the ingress of application {self._app_name!r} did not answer within the deadline"
-                ) from None
-        self._catalog_until = _now() + _CATALOG_FRESH_S
-        return self._catalog
+            raise
 
 
 def _app_handle(app_name: str) -> DeploymentHandle:

@@ -245,7 +245,7 @@ _NUMBERS: dict[str, tuple[float, float, str]] = {
 
 def _check_sampling(params: Mapping[str, Any]) -> None:
     for name, neutral in _NEUTRAL.items():
-        if name in params and params[name] not in neutral:
+        if name in params and not any(_same(params[name], value) for value in neutral):
             allowed = " or ".join(str(value) for value in neutral if value is not None)
             raise Refusal(
                 f"{name} is {short(params[name])}; this service scores the tokens given and makes one more, so "
@@ -264,6 +264,11 @@ def _check_sampling(params: Mapping[str, Any]) -> None:
             "and generates no text",
             _CANDIDATES,
         )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, where true is not 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _token_ids(value: Any) -> np.ndarray:

@@ -78,7 +78,11 @@ def main() -> int:
             print(table(tokenizer, read, score))
         total = [float(s.response_logprobs.sum()) for s in scores]
         print(f"\nlog p(answer | question): good {total[0]:.2f}, bad {total[1]:.2f}")
-        print(f"label read: is the good answer right?  p(yes) / (p(yes) + p(no)) = {verdict:.3f}")
+        judge = " (a model of 135M parameters is no judge; the read is exact all the same)"
+        print(
+            f"label read: is the good answer right?  p(yes) / (p(yes) + p(no)) = {verdict:.3f}"
+            + (judge if options.model == DEMO_MODEL else "")
+        )
         picture = options.out / "demo.png"
         with step(f"drawing {picture}"):
             draw(tokenizer, reads, scores, picture)

@@ -36,6 +36,9 @@ class _Ragged:
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} reads, {len(self.ids)} tokens)"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "teachers", tuple(self.teachers))
         for f in fields(self):
@@ -67,6 +70,8 @@ class _Ragged:
                 )
         if count and not (self.teacher_index.min() >= 0 and self.teacher_index.max() < len(self.teachers)):
             raise InvalidRead(f"must lie in [0, {len(self.teachers)})", field="teacher_index")
+        if len(self.teachers) > count:
+            raise InvalidRead(f"has {len(self.teachers)} names for {count} reads", field="teachers")
         for name in self.teachers:
             if name is not None and not isinstance(name, str):
                 raise InvalidRead(f"holds {name!r}; a teacher is named by a string", field="teachers")
@@ -111,18 +116,22 @@ class _Ragged:
             IndexError: there is no such read.
         """
         indices = np.arange(len(self))[np.asarray(indices) if len(indices) else slice(0)]  # int64 [n]
-        columns: dict[str, Any] = {"teachers": self.teachers}
+        used, teacher_index = np.unique(self.teacher_index[indices], return_inverse=True)
+        columns: dict[str, Any] = {
+            "teachers": tuple(self.teachers[i] for i in used),
+            "teacher_index": teacher_index.astype(np.int32),
+        }
         for f in fields(self):
             if f.name in self._flat:
                 columns[f.name], columns[self._flat[f.name]] = _gather(
                     getattr(self, f.name), getattr(self, self._flat[f.name]), indices
                 )
-            elif f.name != "teachers" and f.name not in self._flat.values():
+            elif f.name not in columns and f.name not in self._flat.values():
                 columns[f.name] = getattr(self, f.name)[indices]
         return type(self)(**columns)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MatrixBatch(_Ragged):
     """N matrix reads. Make one with `from_reads`, `from_padded` or `from_packed`.
 
@@ -191,8 +200,8 @@ class MatrixBatch(_Ragged):
             input_ids: int [B, T], prompt then response of each sample, padded on either side.
             attention_mask: [B, T], non-zero where a token is real; the real tokens of a row are one run.
             prompt_lens: int [B], real tokens of each prompt (padding not counted).
-            candidate_ids: int [B, max R, K], row r for response position r; rows beyond a response are not
-                looked at. None to score the response's own tokens only.
+            candidate_ids: int [B, M, K] with M >= max R, row r for response position r (not for input token r: M = T raises);
+                rows beyond a response are not looked at. None to score the response's own tokens only.
             options: further fields of `MatrixRead`, the same for every read.
         """
         input_ids, mask = _matrix(input_ids, "input_ids"), _matrix(attention_mask, "attention_mask") != 0
@@ -214,6 +223,12 @@ class MatrixBatch(_Ragged):
             if candidate_ids.ndim != 3 or len(candidate_ids) != len(input_ids):
                 raise InvalidRead(
                     f"has shape {list(candidate_ids.shape)}; allowed is [{len(input_ids)}, max R, K]",
+                    field="candidate_ids",
+                )
+            if candidate_ids.shape[1] == input_ids.shape[1] > 0:  # a response is at least a prompt token shorter
+                raise InvalidRead(
+                    f"has {candidate_ids.shape[1]} rows for inputs of {input_ids.shape[1]} tokens; row r belongs to "
+                    "response position r, not to input token r: cut the rows of the prompt off",
                     field="candidate_ids",
                 )
             if response_lens.max(initial=0) > candidate_ids.shape[1]:
@@ -308,7 +323,7 @@ class MatrixBatch(_Ragged):
         return np.diff(self.offsets)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LabelBatch(_Ragged):
     """N label reads. Make one with `from_reads`. `batch[i]` is read i as a `LabelRead`."""
 

@@ -39,7 +39,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _RETRIED = (429, 502, 503, 504)
 # The connection broke, or never was. Reads are idempotent, so it does not matter how far the request had come.
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
-_BY_STATUS = {429: Overloaded, 502: TeacherUnavailable, 503: TeacherUnavailable, 504: DeadlineExceeded}
+# What a status means in an answer that is not the service's own, but a proxy's.
+_BY_STATUS = {429: Overloaded, 504: DeadlineExceeded} | dict.fromkeys((500, 502, 503), TeacherUnavailable)
 
 _BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
 _SCORES = {"matrix": MatrixScores, "label": LabelScores}
@@ -309,7 +310,9 @@ def _pause(attempt: int, error: ScoringError) -> float:
 def _failure(reply: httpx.Response | httpx.RequestError) -> tuple[ScoringError, bool]:
     """The error of a failed attempt, and whether another attempt may succeed."""
     if isinstance(reply, httpx.Response):
-        return _error_of(reply), reply.status_code in _RETRIED
+        error = _error_of(reply)
+        # A 500 that is not the service's own is its proxy's, whose connection to the service broke.
+        return error, reply.status_code in _RETRIED or (reply.status_code == 500 and type(error) is TeacherUnavailable)
     where, what = reply.request.url, f"{type(reply).__name__}: {reply}".rstrip(": ")
     if isinstance(reply, _BROKEN):
         return TeacherUnavailable(f"{where} cannot be reached ({what})"), True
@@ -324,10 +327,8 @@ def _error_of(response: httpx.Response) -> ScoringError:
         error = wire.error_from_json(wire.loads(response.content, WrongEngineAnswer)["error"])
     except (WrongEngineAnswer, KeyError, TypeError):
         text = " ".join(response.text.split())[:200]
-        error = ScoringError(f"{response.request.url} answered {response.status_code}: {text}")
-    if type(error) is ScoringError:
         kind = _BY_STATUS.get(response.status_code, ScoringError)
-        error = kind(error.message, read=error.read, field=error.field, **error.details)
+        error = kind(f"{response.request.url} answered {response.status_code}: {text}")
     seconds = error.details.get("retry_after_s", response.headers.get("retry-after"))
     try:
         error.details["retry_after_s"] = max(0.0, float(seconds))

@@ -5,6 +5,7 @@ Only the type is judged here. Whether an id lies in a teacher's vocabulary is fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -135,8 +136,9 @@ def _as_array(value: Any, field: str, allow_bool: bool = False) -> np.ndarray:
     if isinstance(value, range):
         return np.arange(value.start, value.stop, value.step, dtype=np.int64)
     if not isinstance(value, list | tuple):
+        hint = ": give its input_ids" if isinstance(value, Mapping) and "input_ids" in value else ""
         raise InvalidRead(
-            f"is a {type(value).__name__} ({_short(value)}); token ids are a list or an array of integers",
+            f"is a {type(value).__name__} ({_short(value)}); token ids are a list or an array of integers{hint}",
             field=field,
         )
     if not set(map(type, value)) <= {int}:  # bool is a subclass of int, not int itself: it goes the slow way

@@ -104,6 +104,9 @@ class _Scores:
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} reads, {len(self.errors)} failed)"
+
     def __getitem__(self, i: int):
         """The answer to read i, or its exception in that place (as `asyncio.gather(return_exceptions=True)` does;
         without that argument no failed read gets this far).
@@ -224,7 +227,7 @@ class _Scores:
 _PER_READ = dict.fromkeys(("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token"), np.int32)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MatrixScores(_Scores):
     """The answers to a `MatrixBatch`.
 
@@ -300,7 +303,7 @@ class PaddedScores:
         return {f.name: torch.from_numpy(np.ascontiguousarray(getattr(self, f.name))) for f in fields(self)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LabelScores(_Scores):
     """The answers to a `LabelBatch`: read i's piece of `values` is float32 [L], in its labels' order."""
 

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
@@ -117,6 +117,7 @@ def test_there_is_no_read_outside_the_batch(i):
 def test_padded_tensors_hold_the_same_reads_whichever_side_is_padded(samples, data):
     longest = max(len(prompt) + len(response) for prompt, response, _ in samples) + data.draw(st.integers(0, 2))
     most_rows = max(len(response) for _, response, _ in samples) + data.draw(st.integers(0, 2))
+    assume(most_rows != longest)  # that many rows look like one per input token, and are refused
     width = len(next((c[0] for _, _, c in samples if c), [0]))
     ids = np.full((len(samples), longest), 7, np.int64)  # the padding looks like tokens: only the mask tells
     mask = np.zeros_like(ids)
@@ -327,3 +328,14 @@ def test_what_is_no_batch_and_no_list_of_reads_is_refused_with_a_sentence():
     ):
         with pytest.raises(InvalidRead, match=said):
             MatrixBatch.of(wrong)
+
+
+def test_candidates_aligned_to_input_tokens_are_refused_since_rows_are_response_positions():
+    ids, mask = np.array([[1, 2, 3, 4]]), np.ones((1, 4), int)
+    with pytest.raises(InvalidRead, match="has 4 rows for inputs of 4 tokens; row r belongs to response position r"):
+        MatrixBatch.from_padded(ids, mask, [2], np.zeros((1, 4, 5), int))
+    assert len(MatrixBatch.from_padded(ids, mask, [2], np.zeros((1, 3, 5), int))) == 1
+
+
+def test_a_batch_prints_as_a_line():
+    assert repr(MatrixBatch.from_reads([MatrixRead([1, 2], [3])])) == "MatrixBatch(1 reads, 3 tokens)"

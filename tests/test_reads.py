@@ -414,3 +414,8 @@ def test_rows_too_uneven_to_pad_are_refused_before_anything_is_allocated():
 def test_an_empty_mask_of_a_response_that_is_not_empty_is_an_error():
     with pytest.raises(InvalidRead, match="is a mask of 0 flags; the response has 5 positions"):
         MatrixRead([1], [2] * 5, rows=np.zeros(0, bool))
+
+
+def test_a_tokenizers_whole_output_is_refused_with_the_way_out():
+    with pytest.raises(InvalidRead, match="is a dict .*: give its input_ids"):
+        MatrixRead({"input_ids": [1, 2]}, [3])
