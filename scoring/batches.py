@@ -200,8 +200,8 @@ class MatrixBatch(_Ragged):
             input_ids: int [B, T], prompt then response of each sample, padded on either side.
             attention_mask: [B, T], non-zero where a token is real; the real tokens of a row are one run.
             prompt_lens: int [B], real tokens of each prompt (padding not counted).
-            candidate_ids: int [B, M, K] with M >= max R, row r for response position r (not for input token r: M = T raises);
-                rows beyond a response are not looked at. None to score the response's own tokens only.
+            candidate_ids: int [B, M, K] with M >= max R, row r for response position r (not for input token r, so
+                M = T raises); rows beyond a response are not looked at. None to score the response's own tokens only.
             options: further fields of `MatrixRead`, the same for every read.
         """
         input_ids, mask = _matrix(input_ids, "input_ids"), _matrix(attention_mask, "attention_mask") != 0

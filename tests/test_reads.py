@@ -417,5 +417,5 @@ def test_an_empty_mask_of_a_response_that_is_not_empty_is_an_error():
 
 
 def test_a_tokenizers_whole_output_is_refused_with_the_way_out():
-    with pytest.raises(InvalidRead, match="is a dict .*: give its input_ids"):
+    with pytest.raises(InvalidRead, match=r"is a dict .*: give its input_ids"):
         MatrixRead({"input_ids": [1, 2]}, [3])
