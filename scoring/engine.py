@@ -110,7 +110,7 @@ class TeacherEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        if not vllm.__version__.startswith(SUPPORTED_VLLM):
+        if not str(vllm.__version__).startswith(SUPPORTED_VLLM):
             raise RefusedSettings(
                 f"vLLM {vllm.__version__} is installed; this engine was read against {', '.join(SUPPORTED_VLLM)}x, and "
                 "relies on details that others may change"
