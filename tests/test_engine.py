@@ -316,6 +316,33 @@ def test_trace_headers_are_taken(tiny, good_scores):
     assert not tiny.read_labels([LabelRead([5], [6])], trace_headers=headers).errors
 
 
+async def what_vllm_is_given(engine: TeacherEngine, headers: dict[str, str]) -> list[dict]:
+    """The keywords of vLLM's `generate` for a matrix read of priority 3 and a label read of priority 4."""
+    generate, given = engine._llm.generate, []
+
+    def spy(*args, **options):
+        given.append(options)
+        return generate(*args, **options)
+
+    engine._llm.generate = spy
+    try:
+        matrix = MatrixBatch.from_reads([MatrixRead([5], [6], priority=3)])
+        await engine.read_matrix(matrix, trace_headers=headers)
+        labels = LabelBatch.from_reads([LabelRead([5], [6], priority=4)])
+        await engine.read_labels(labels, trace_headers=headers)
+    finally:
+        del engine._llm.generate
+    return [{name: options[name] for name in ("priority", "trace_headers")} for options in given]
+
+
+def test_priority_and_trace_headers_reach_vllm(tiny):
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    assert tiny.call(what_vllm_is_given, headers) == [
+        {"priority": 3, "trace_headers": headers},
+        {"priority": 4, "trace_headers": headers},
+    ]
+
+
 def test_a_living_engine_is_healthy(tiny):
     assert tiny.call(TeacherEngine.check_health) is None
 
