@@ -268,9 +268,10 @@ def test_a_bad_label_read_fails_alone_with_its_index_field_and_reason(tiny, tiny
 )
 def test_a_damaged_batch_fails_where_it_is_damaged(tiny, good_scores, name, value, field):
     batch = MatrixBatch.from_reads([MatrixRead(**GOOD), MatrixRead(**GOOD, rows=[9])])
-    getattr(batch, name)[1] = value
-    if name == "modes":
-        batch.rows[0] = 10
+    damaged = getattr(batch, name).copy()
+    damaged[1] = value
+    changes = {name: damaged} | ({"rows": np.array([10])} if name == "modes" else {})
+    batch = dataclasses.replace(batch, **changes)
     scores = tiny.read_matrix(batch)
     assert set(scores.errors) == {1}
     assert type(scores[1]) is InvalidRead
