@@ -7,17 +7,19 @@ Each holds a Router of its own: answers come straight from the replicas. Outside
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+import concurrent.futures
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from deployments.router import APP_NAME, Router
 from scoring.batches import LabelBatch, MatrixBatch
+from scoring.coalescing import Coalescer
 from scoring.errors import TeacherUnavailable
+from scoring.loop_thread import LoopThread
 from scoring.reads import LabelRead, MatrixRead
-from scoring.scores import LabelScores, MatrixScores
+from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores
 
 
 class AsyncScoringClient:
@@ -33,6 +35,7 @@ class AsyncScoringClient:
     def __init__(self, app_name: str = APP_NAME) -> None:
         _connect(app_name)
         self._router = Router(app_name)
+        self._coalescer = _coalescer(self._router)
 
     async def __aenter__(self) -> AsyncScoringClient:
         return self
@@ -70,6 +73,21 @@ class AsyncScoringClient:
             reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
         )
 
+    def iter_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[tuple[int, MatrixScore]]:
+        return self._router.iter_matrix(
+            reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+        )
+
+    def submit(self, read: MatrixRead | LabelRead, *, timeout_s: float = 600) -> asyncio.Future:
+        return self._coalescer.submit(read, timeout_s)
+
 
 class ScoringClient:
     """For ordinary code, also inside an asynchronous actor (where it blocks that actor's loop while it waits).
@@ -85,14 +103,13 @@ class ScoringClient:
 
     def __init__(self, app_name: str = APP_NAME) -> None:
         _connect(app_name)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="scoring-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("scoring-client")
         self._router = Router(app_name)
+        self._coalescer = _coalescer(self._router)
 
     def teachers(self) -> dict[str, dict[str, Any]]:
         """Per teacher what it is and takes: vocabulary, max_length, max_candidates, dtype, hashes, replicas, ..."""
-        return self._wait(self._router.teachers())
+        return self._thread.run(self._router.teachers())
 
     def read_matrix(
         self,
@@ -113,7 +130,7 @@ class ScoringClient:
         Raises:
             ScoringError: of the first read that failed, with its index in `read`.
         """
-        return self._wait(
+        return self._thread.run(
             self._router.read_matrix(
                 reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
             )
@@ -128,19 +145,46 @@ class ScoringClient:
         trace_headers: Mapping[str, str] | None = None,
     ) -> LabelScores:
         """Answer label reads, in their order: `labels[i].logprobs` is float32 [L]. Arguments as for `read_matrix`."""
-        return self._wait(
+        return self._thread.run(
             self._router.read_labels(
                 reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
             )
         )
 
+    def iter_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Iterator[tuple[int, MatrixScore]]:
+        """(index, score) of every read as it finishes, in no particular order. Arguments as for `read_matrix`.
+
+        Leaving the loop early cancels the rest.
+        """
+        return self._thread.iterate(
+            self._router.iter_matrix(
+                reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+            )
+        )
+
+    def submit(
+        self, read: MatrixRead | LabelRead, *, timeout_s: float = 600
+    ) -> concurrent.futures.Future[MatrixScore | LabelScore]:
+        """The future score of one read, asked at once: for samples that finish one by one.
+
+        Reads submitted within a few milliseconds travel together.
+        """
+
+        async def answer() -> MatrixScore | LabelScore:
+            return await self._coalescer.submit(read, timeout_s)
+
+        return self._thread.start(answer())
+
     def close(self) -> None:
         """Stop this client's thread. Reads under way are cancelled."""
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._thread.close()
 
     def __enter__(self) -> ScoringClient:
         return self
@@ -148,13 +192,9 @@ class ScoringClient:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`, run in this client's thread; cancelled there when the wait is interrupted here."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
+
+def _coalescer(router: Router) -> Coalescer:
+    return Coalescer({MatrixRead: router.iter_matrix, LabelRead: router.iter_labels})
 
 
 def _connect(app_name: str) -> None:
@@ -168,10 +208,3 @@ def _connect(app_name: str) -> None:
                 "no Ray cluster is running on this machine, and this process is not connected to one "
                 "(start the service: serve run serve_config.yaml; or connect: ray.init(address=...))"
             ) from error
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

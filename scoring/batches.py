@@ -322,6 +322,21 @@ class MatrixBatch(_Ragged):
         """int64 [N]: tokens of prompt and response of each read."""
         return np.diff(self.offsets)
 
+    def costs(self) -> np.ndarray:
+        """int64 [N]: the engine's work for each read, in tokens: a scored row costs a quarter of one more.
+
+        The quarter is the output head's share in a small model (SmolLM2-135M: 28 of 106 million weights).
+        """
+        return self.tokens() + self.row_counts() // 4
+
+    def row_counts(self) -> np.ndarray:
+        """int64 [N]: rows that each read asks for."""
+        return np.where(self.modes & ROWS, np.diff(self.row_offsets), self.tokens() - self.prompt_lens)
+
+    def answer_bytes(self) -> np.ndarray:
+        """int64 [N]: size of each read's scores."""
+        return 4 * self.row_counts() * (1 + self.widths)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabelBatch(_Ragged):
@@ -367,6 +382,14 @@ class LabelBatch(_Ragged):
     def tokens(self) -> np.ndarray:
         """int64 [N]: tokens of each prompt."""
         return np.diff(self.offsets)
+
+    def costs(self) -> np.ndarray:
+        """int64 [N]: the engine's work for each read, in tokens."""
+        return self.tokens()
+
+    def answer_bytes(self) -> np.ndarray:
+        """int64 [N]: size of each read's scores."""
+        return 4 * np.diff(self.label_offsets)
 
 
 _DTYPES = {

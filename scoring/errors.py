@@ -39,8 +39,8 @@ class ScoringError(Exception):
     def __reduce__(self):
         return _rebuild, (type(self), self.message, self.read, self.field, self.details)
 
-    def at(self, read: int) -> ScoringError:
-        """The same error, said of read number `read` of the caller's batch."""
+    def at(self, read: int | None) -> ScoringError:
+        """The same error, said of read number `read` of the caller's batch; None where it was a read alone."""
         return _rebuild(type(self), self.message, read, self.field, self.details)
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +68,10 @@ class InvalidRead(ScoringError, ValueError):
     """The read cannot be answered as it was written; sending it again changes nothing."""
 
     status = 422
+
+
+class BatchTooLarge(InvalidRead):
+    """The batch is more than one call may hold; `details` has the limits. Sent in pieces it is answered."""
 
 
 class UnknownTeacher(InvalidRead):
@@ -119,6 +123,7 @@ _BY_NAME = {
     for cls in (
         ScoringError,
         InvalidRead,
+        BatchTooLarge,
         UnknownTeacher,
         NotYetSupported,
         VersionMismatch,

@@ -1,12 +1,13 @@
-"""What one teacher can answer, and the check of a read against it, made before the engine sees the read."""
+"""What one teacher can answer, and what the service takes in one call: checked before an engine sees anything."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from scoring.errors import InvalidRead, NotYetSupported
+from scoring.batches import LabelBatch, MatrixBatch
+from scoring.errors import BatchTooLarge, InvalidRead, NotYetSupported
 from scoring.reads import LabelRead, MatrixRead
 
 MAX_LABELS = 128
@@ -84,3 +85,50 @@ class TeacherLimits:
                 "(this teacher's max_model_len)",
                 field="response_ids" if response else "prompt_ids",
             )
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What the service takes in one call, whoever answers it. The clients cut what is bigger into several calls.
+
+    Attributes:
+        max_batch_reads: reads.
+        max_batch_tokens: tokens of prompts and responses together.
+        max_answer_bytes: of float32 scores: 4 x rows x (1 + K), summed over the reads.
+    """
+
+    max_batch_reads: int
+    max_batch_tokens: int
+    max_answer_bytes: int
+
+    def check(self, batch: MatrixBatch | LabelBatch) -> None:
+        """Raise `BatchTooLarge`, with the limits in its details, when the batch is more than one call may hold."""
+        sizes = {
+            "max_batch_reads": (len(batch), "reads"),
+            "max_batch_tokens": (int(batch.tokens().sum()), "tokens"),
+            "max_answer_bytes": (int(batch.answer_bytes().sum()), "bytes of scores"),
+        }
+        for name, (size, unit) in sizes.items():
+            if size > getattr(self, name):
+                raise BatchTooLarge(
+                    f"{size} {unit} in one call; at most {getattr(self, name)} are taken (the application's "
+                    f"limits.{name}): send several calls",
+                    **asdict(self),
+                )
+
+    def cut(self, batch: MatrixBatch | LabelBatch) -> list[np.ndarray]:
+        """The reads of a batch (int64, rising) in pieces that each hold as many as one call may; a read that is too
+        big by itself is a piece of its own."""
+        sizes = [np.ones(len(batch), np.int64), batch.tokens(), batch.answer_bytes()]
+        bounds = [self.max_batch_reads, self.max_batch_tokens, self.max_answer_bytes]
+        ends = [np.concatenate([[0], np.cumsum(size)]) for size in sizes]
+        pieces, start = [], 0
+        while start < len(batch):
+            fits = (
+                int(np.searchsorted(end, end[start] + bound, side="right")) - 1
+                for end, bound in zip(ends, bounds, strict=True)
+            )
+            stop = max(min(fits), start + 1)
+            pieces.append(np.arange(start, stop))
+            start = stop
+        return pieces

@@ -1,133 +1,358 @@
-"""The Router's own part: what it plans, sends again and puts back, over replicas that are stand-ins.
+"""The Router's own part: what it plans, streams, sends again and puts back, over replicas that are stand-ins.
 
-A replica here is a function: this machine cannot have engines that fail on command. Real ones are in
-`test_application.py`.
+This machine cannot have engines that fail on command. Real ones are in `test_application.py`.
 """
 
 import asyncio
-from collections import Counter
+import gc
 
 import numpy as np
 import pytest
 
-from deployments import membership
-from deployments.router import MAX_RETRIES, Router
+from deployments.delivery import MAX_RETRIES
+from deployments.replica_calls import ReplicaLost
+from deployments.router import Router
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead, MatrixScores
-from scoring.errors import DeadlineExceeded, EngineDead, InvalidRead, TeacherUnavailable, UnknownTeacher
-from tests.stand_in_router import StandInRouter
+from scoring.coalescing import Coalescer
+from scoring.errors import (
+    BatchTooLarge,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRead,
+    Overloaded,
+    TeacherUnavailable,
+    UnknownTeacher,
+)
+from tests.stand_in_replicas import StandInReplica, StandInReplicas, right_matrix
 
-CATALOG = {"default": "default", "deployments": {"default": "Teacher-default", "math": "Teacher-math"}}
+LIMITS = {"max_batch_reads": 10_000, "max_batch_tokens": 1_000_000, "max_answer_bytes": 1_000_000}
+CATALOG = {
+    "default": "default",
+    "deployments": {"default": "Teacher-default", "math": "Teacher-math"},
+    "limits": LIMITS,
+    "admission_wait_s": 0.0,
+}
 READS = [MatrixRead([1] * (i + 1), [i + 2, 7], [[i + 3], [8]]) for i in range(10)]
 
 
-class Replicas:
-    """Replicas by name. `fail[name]` is called before a replica answers, and may raise or give an answer."""
-
-    def __init__(self, monkeypatch, *names):
-        self.names, self.fail, self.calls = list(names), {}, Counter()
-        monkeypatch.setattr(membership, "members", lambda handle: tuple(self.names))
-        monkeypatch.setattr(Router, "_handle", lambda router, teacher: teacher)
-        monkeypatch.setattr(Router, "_call", self.call)
-        monkeypatch.setattr("deployments.router._FIRST_PAUSE_S", 0.001)
-
-    async def call(self, teacher, replica, method, deadline, batch, **options):
-        self.calls[replica] += 1
-        await asyncio.sleep(0.001)
-        if replica in self.fail:
-            answer = self.fail[replica](len(batch))
-            if answer is not None:
-                return answer
-        return await getattr(StandInRouter(), method)(batch, return_exceptions=True)
+def reads_of(count, tokens, first=1, **fields):
+    """`count` reads of `tokens` tokens each, whose prompts begin with the id `first`."""
+    return [MatrixRead([first] + [1] * (tokens - 2), [7], [[8]], **fields) for _ in range(count)]
 
 
 @pytest.fixture
 def replicas(monkeypatch):
-    return Replicas(monkeypatch, "a", "b")
+    replicas = StandInReplicas(a=StandInReplica(), b=StandInReplica())
+    monkeypatch.setattr("deployments.router.Replicas", lambda app_name, teacher, deployment: replicas)
+    monkeypatch.setattr("deployments.delivery._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("deployments.lanes._WATCH_S", 0.02)
+    monkeypatch.setattr("deployments.lanes._QUIET_S", 0.05)
+    monkeypatch.setattr("deployments.lanes._STALL_S", 0.1)
+    monkeypatch.setattr("deployments.lanes._REFUSAL_S", 0.005)
+    return replicas
 
 
 @pytest.fixture
 async def router(replicas):
     router = Router("app", CATALOG)
     yield router
-    assert not any(router._outstanding.values())  # the ledger is empty whatever happened
+    await asyncio.sleep(0.01)
+    assert router.outstanding() == {}  # the ledger is empty whatever happened
 
 
-async def right(reads):
-    return [score.logprobs.tolist() for score in await StandInRouter().read_matrix(reads)]
+def only(replicas, **settings):
+    """Leave one replica, of these settings."""
+    replicas.by_name = {"a": StandInReplica(**settings)}
+    return replicas.by_name["a"]
+
+
+async def check(scores, reads):
+    for score, logprobs in zip(scores, await right_matrix(reads), strict=True):
+        np.testing.assert_array_equal(score.logprobs, logprobs)
 
 
 async def test_a_batch_is_answered_in_order_by_all_replicas(router, replicas):
-    scores = await router.read_matrix(READS)
-    assert [score.logprobs.tolist() for score in scores] == await right(READS)
-    assert replicas.calls == {"a": 1, "b": 1}
+    await check(await router.read_matrix(READS), READS)
+    assert all(replica.calls == 1 for replica in replicas.by_name.values())
 
 
 async def test_single_reads_at_once_are_spread_over_the_replicas(router, replicas):
     await asyncio.gather(*(router.read_matrix([READS[0]]) for _ in range(64)))
-    assert replicas.calls == {"a": 32, "b": 32}
+    assert {name: replica.calls for name, replica in replicas.by_name.items()} == {"a": 32, "b": 32}
 
 
 async def test_the_default_teacher_by_name_and_by_silence_is_one_plan(router, replicas):
     reads = [MatrixRead([1], [2, 3], teacher=name) for name in (None, "default")]
     await router.read_matrix(reads)
-    assert replicas.calls == {"a": 1, "b": 1}
+    assert {name: replica.calls for name, replica in replicas.by_name.items()} == {"a": 1, "b": 1}
+
+
+async def test_a_batch_may_mix_teachers(router, replicas):
+    reads = [MatrixRead([i + 1], [2], [[3]], teacher=("math", None, "default")[i % 3]) for i in range(9)]
+    scores = await router.read_matrix(reads)
+    await check(scores, reads)
+    assert [score.meta.teacher for score in scores] == [read.teacher or "default" for read in reads]
+
+
+# ---- the window
+
+
+async def test_a_huge_batch_is_streamed_through_a_window_of_two_steps(router, replicas):
+    reads = reads_of(400, 100)  # 20 steps on each of two replicas
+    await check(await router.read_matrix(reads), reads)
+    for replica in replicas.by_name.values():
+        assert replica.largest_outstanding <= 2 * replica.step_tokens
+        assert 20 <= replica.steps <= 23  # the engine never waited for more
+
+
+async def test_a_single_read_beside_a_huge_batch_is_answered_within_three_steps(router, replicas):
+    replica = only(replicas)
+    batch = asyncio.create_task(router.read_matrix(reads_of(1000, 100)))
+    while replica.steps < 10:
+        await asyncio.sleep(0.001)
+    for _ in range(5):
+        before = replica.steps
+        await router.read_matrix(reads_of(1, 50))
+        assert replica.steps - before <= 3
+    assert not batch.done()
+    await batch
+
+
+async def test_two_batches_take_turns(router, replicas):
+    replica = only(replicas)
+    first = asyncio.create_task(router.read_matrix(reads_of(200, 100, first=1)))
+    await asyncio.sleep(0.02)
+    await router.read_matrix(reads_of(40, 100, first=2))
+    answered = replica.order.index(2), len(replica.order)
+    assert replica.order[answered[0] :].count(1) < 100  # the second did not wait for the first
+    await first
+
+
+async def test_urgent_reads_go_first(router, replicas):
+    replica = only(replicas)
+    calls = [router.read_matrix(reads_of(100, 100, first=1)), router.read_matrix(reads_of(20, 100, 2, priority=-1))]
+    await asyncio.gather(*calls)
+    assert max(i for i, first in enumerate(replica.order) if first == 2) < 60
+
+
+async def test_a_replica_that_comes_takes_over_what_waits(router, replicas):
+    first = only(replicas)
+    batch = asyncio.create_task(router.read_matrix(reads_of(400, 100)))
+    while first.steps < 5:
+        await asyncio.sleep(0.001)
+    replicas.by_name["late"] = StandInReplica()
+    await batch
+    assert replicas.by_name["late"].steps >= 12
+
+
+async def test_a_slow_replica_hands_over_what_waits(router, replicas):
+    replicas.by_name["b"].step_s = 0.05
+    await router.read_matrix(reads_of(400, 100))
+    assert replicas.by_name["a"].steps > 3 * replicas.by_name["b"].steps
+
+
+# ---- loss, silence
 
 
 @pytest.mark.parametrize(
     "lost",
     [
         lambda count: MatrixScores.failed(EngineDead("dead"), count),
-        lambda count: (_ for _ in ()).throw(membership.ReplicaGone("gone")),
+        lambda count: (_ for _ in ()).throw(ReplicaLost("gone")),
+        lambda count: (_ for _ in ()).throw(TeacherUnavailable("leaving")),
     ],
-    ids=["engine", "replica"],
+    ids=["engine", "replica", "leaving"],
 )
 async def test_reads_lost_with_a_replica_are_answered_by_another(router, replicas, lost):
-    replicas.fail["a"] = lost
-    scores = await router.read_matrix(READS)
-    assert [score.logprobs.tolist() for score in scores] == await right(READS)
-    assert replicas.calls == {"a": 1, "b": 2}
+    replicas.by_name["a"].fail = lost
+    await check(await router.read_matrix(READS), READS)
+    assert {name: replica.calls for name, replica in replicas.by_name.items()} == {"a": 1, "b": 2}
+
+
+async def test_a_replica_that_goes_loses_nothing(router, replicas):
+    reads = reads_of(400, 100)
+    batch = asyncio.create_task(router.read_matrix(reads))
+    await asyncio.sleep(0.03)
+    replicas.by_name.pop("a").die()
+    await check(await batch, reads)
 
 
 async def test_reads_that_are_lost_again_and_again_end_in_a_typed_error(router, replicas):
-    for name in replicas.names:
-        replicas.fail[name] = lambda count: MatrixScores.failed(EngineDead("dead"), count)
+    for replica in replicas.by_name.values():
+        replica.fail = lambda count: MatrixScores.failed(EngineDead("dead"), count)
     with pytest.raises(TeacherUnavailable, match=f"lost {1 + MAX_RETRIES} times in a row"):
         await router.read_matrix(READS)
     scores = await router.read_matrix(READS[:2], return_exceptions=True)
     assert [(type(s), s.read) for s in scores] == [(TeacherUnavailable, 0), (TeacherUnavailable, 1)]
 
 
+@pytest.mark.parametrize("silence", ["stopped", "deaf"])
+async def test_reads_of_a_silent_replica_are_answered_by_another(router, replicas, silence):
+    await router.read_matrix(READS)  # both are known
+    setattr(replicas.by_name["a"], silence, True)
+    reads = reads_of(40, 100)
+    await check(await router.read_matrix(reads, timeout_s=10), reads)
+    assert replicas.by_name["a"].cancelled  # what it still had was called off
+
+
+async def test_a_silent_replica_is_used_again_once_it_takes_steps(router, replicas):
+    replicas.by_name["a"].stopped = True
+    await router.read_matrix(reads_of(40, 100), timeout_s=10)
+    replicas.by_name["a"].stopped = False
+    replicas.by_name["b"].stopped = True
+    reads = reads_of(40, 100)
+    await check(await router.read_matrix(reads, timeout_s=10), reads)
+
+
+async def test_a_teacher_whose_only_replica_is_silent_keeps_the_deadline(router, replicas):
+    only(replicas).stopped = True
+    with pytest.raises(DeadlineExceeded):
+        await router.read_matrix(READS, timeout_s=0.2)
+
+
 async def test_no_replica_until_the_deadline_is_a_typed_error(router, replicas):
-    replicas.names = []
+    replicas.by_name.clear()
     with pytest.raises(TeacherUnavailable, match="no running replica"):
         await router.read_matrix(READS, timeout_s=0.1)
 
 
 async def test_a_replica_that_comes_in_time_answers(router, replicas):
-    replicas.names = []
-    asyncio.get_running_loop().call_later(0.1, replicas.names.append, "late")
+    replicas.by_name.clear()
+    asyncio.get_running_loop().call_later(0.1, replicas.by_name.update, {"late": StandInReplica()})
     assert len(await router.read_matrix(READS, timeout_s=10)) == len(READS)
 
 
-async def test_a_cancelled_call_leaves_the_ledger_empty(router, replicas):
-    task = asyncio.create_task(router.read_matrix(READS))
-    await asyncio.sleep(0)
+# ---- deadlines, cancelling
+
+
+async def test_what_waits_at_its_deadline_fails_and_what_was_answered_is_kept(router, replicas):
+    only(replicas, step_s=0.02)
+    scores = await router.read_matrix(reads_of(200, 100), timeout_s=0.2, return_exceptions=True)
+    kinds = {type(score).__name__ for score in scores}
+    assert kinds == {"MatrixScore", "DeadlineExceeded"}
+
+
+async def test_a_cancelled_call_is_called_off_at_the_replicas(router, replicas):
+    task = asyncio.create_task(router.read_matrix(reads_of(1000, 100)))
+    await asyncio.sleep(0.03)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await asyncio.sleep(0.02)
+    assert all(replica.outstanding == 0 and replica.cancelled for replica in replicas.by_name.values())
 
 
-async def test_an_error_of_a_whole_shard_is_each_reads_own(router, replicas):
-    def late(count):
-        raise DeadlineExceeded("late")
+async def test_an_abandoned_iteration_is_called_off(router, replicas):
+    async for _, score in router.iter_matrix(reads_of(1000, 100)):
+        assert score.logprobs.tolist() == [[-8.0]]
+        break
+    gc.collect()
+    await asyncio.sleep(0.05)
+    assert all(replica.outstanding == 0 for replica in replicas.by_name.values())
 
-    replicas.fail["a"] = late
-    scores = await router.read_matrix(READS, return_exceptions=True)
-    assert {type(s) for s in scores} == {DeadlineExceeded, type(scores[min(set(range(10)) - set(scores.errors))])}
-    assert 0 < len(scores.errors) < len(READS)
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", True, 3601])
+async def test_a_deadline_that_is_none_is_refused(router, timeout_s):
+    with pytest.raises(InvalidRead, match="timeout_s"):
+        await router.read_matrix(READS, timeout_s=timeout_s)
 
 
-async def test_an_unknown_teacher_is_looked_for_once_more_before_it_is_refused(router, replicas, monkeypatch):
+# ---- admission
+
+
+async def test_a_refusal_by_one_replica_is_planned_again(router, replicas):
+    replicas.by_name["a"].fail = lambda count: (_ for _ in ()).throw(Overloaded("full", retry_after_s=1.0))
+    await check(await router.read_matrix(READS), READS)
+
+
+async def test_a_callers_own_router_goes_on_until_there_is_room(router, replicas):
+    replica = only(replicas, max_outstanding_tokens=250)
+    calls = [router.read_matrix(reads_of(1, 100)) for _ in range(10)]
+    assert len(await asyncio.gather(*calls)) == 10
+    assert replica.largest_outstanding <= 250
+
+
+async def test_a_router_that_serves_many_says_so_when_its_replicas_have_their_fill(replicas):
+    only(replicas, step_s=0.1, max_outstanding_tokens=400)
+    router = Router("app", CATALOG, serves_many=True)
+    calls = [router.read_matrix(reads_of(1, 100)) for _ in range(10)]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+    assert len(refused) == 6 and all(error.details["retry_after_s"] for error in refused)
+    assert "max_outstanding_tokens" in str(refused[0])
+
+
+async def test_a_router_that_serves_many_waits_as_long_as_it_is_told(replicas):
+    only(replicas, step_s=0.02, max_outstanding_tokens=400)
+    router = Router("app", CATALOG | {"admission_wait_s": 5.0}, serves_many=True)
+    assert len(await asyncio.gather(*(router.read_matrix(reads_of(1, 100)) for _ in range(10)))) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("max_batch_reads", 9), ("max_batch_tokens", 74), ("max_answer_bytes", 159)]
+)
+async def test_a_router_that_serves_many_holds_a_call_to_its_limits(replicas, name, limit):
+    def serving(limit):
+        return Router("app", CATALOG | {"limits": LIMITS | {name: limit}}, serves_many=True)
+
+    with pytest.raises(BatchTooLarge, match=rf"at most {limit} are taken \(the application's limits.{name}\)") as error:
+        await serving(limit).read_matrix(READS)
+    assert error.value.details[name] == limit
+    assert len(await serving(limit + 1).read_matrix(READS)) == 10
+
+
+# ---- one by one
+
+
+async def test_reads_are_handed_out_as_they_finish(router, replicas):
+    only(replicas, step_s=0.02)
+    seen = {}
+    async for i, score in router.iter_matrix(READS + reads_of(100, 100)):
+        if not seen:
+            assert len(seen) == 0 and replicas.by_name["a"].steps < 5
+        seen[i] = score
+    assert sorted(seen) == list(range(110))
+    await check([seen[i] for i in range(10)], READS)
+
+
+async def test_a_failing_read_is_raised_or_handed_out_in_its_place(router, replicas):
+    reads = [*READS[:3], MatrixRead([1], [9999], [[1]]), *READS[3:]]
+    with pytest.raises(InvalidRead, match="read 3"):
+        async for _ in router.iter_matrix(reads):
+            pass
+    seen = {i: score async for i, score in router.iter_matrix(reads, return_exceptions=True)}
+    assert isinstance(seen[3], InvalidRead) and seen[3].read == 3 and len(seen) == 11
+
+
+async def test_submitted_reads_travel_together_and_fail_alone(router, replicas):
+    replica = only(replicas)
+    coalescer = Coalescer({MatrixRead: router.iter_matrix, LabelRead: router.iter_labels})
+    bad, label = MatrixRead([1], [9999], [[1]]), LabelRead([1], [2])
+    futures = [coalescer.submit(read, 10) for read in [*READS, bad, label]]
+    answers = await asyncio.gather(*futures, return_exceptions=True)
+    await check(answers[:10], READS)
+    assert isinstance(answers[10], InvalidRead) and answers[10].read is None
+    assert answers[11].logprobs.tolist() == [-2]
+    assert replica.calls == 2  # the matrix reads, and the label read
+    with pytest.raises(InvalidRead, match="submit takes a MatrixRead or a LabelRead"):
+        coalescer.submit("text", 10)
+
+
+async def test_submitted_reads_that_nobody_waits_for_are_called_off(router, replicas):
+    replica = only(replicas, step_s=0.05)
+    coalescer = Coalescer({MatrixRead: router.iter_matrix})
+    futures = [coalescer.submit(read, 10) for read in reads_of(50, 100)]
+    await asyncio.sleep(0.08)
+    for future in futures:
+        future.cancel()
+    await asyncio.sleep(0.05)
+    assert replica.outstanding == 0
+
+
+# ---- which teachers there are
+
+
+async def test_an_unknown_teacher_is_looked_for_once_more_before_it_is_refused(router, replicas):
     asking = Router("app")
 
     class Ingress:
@@ -144,18 +369,12 @@ async def test_an_unknown_teacher_is_looked_for_once_more_before_it_is_refused(r
             self.asked += 1
             return answer
 
-    asking._ingress = Ingress()
+    asking._catalog._ingress = Ingress()
     assert await asking.names() == ("default", "math")
     assert len(await asking.read_labels([LabelRead([1], [2], teacher="new")], return_exceptions=True)) == 1
-    assert asking._ingress.asked == 2
+    assert asking._catalog._ingress.asked == 2
     with pytest.raises(UnknownTeacher, match="is 'newer'; the teachers are default, math, new"):
         await asking.read_labels([LabelRead([1], [2], teacher="newer")])
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", True, 3601])
-async def test_a_deadline_that_is_none_is_refused(router, timeout_s):
-    with pytest.raises(InvalidRead, match="timeout_s"):
-        await router.read_matrix(READS, timeout_s=timeout_s)
 
 
 async def test_batches_and_lists_are_taken(router):

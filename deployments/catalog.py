@@ -1,0 +1,83 @@
+"""Which teachers an application serves, and under which deployment: what the ingress knows, asked and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from deployments.replica_calls import now, result_of
+from scoring.errors import TeacherUnavailable
+
+_FRESH_S = 5.0
+_PATIENCE_S = 0.5  # how long a known catalog waits for a fresher one
+_TIMEOUT_S = 30.0
+
+
+class Catalog:
+    """The teachers of an application, and what it takes in one call:
+    `{"default": name, "deployments": {teacher: deployment}, "limits": {fields of BatchLimits}, "admission_wait_s": s}`.
+
+    Args:
+        app_name: the Serve application.
+        known: what is known for certain, as the ingress does. Left out, it is asked of the application's ingress, and
+            asked again every few seconds, since a redeploy may change it.
+    """
+
+    def __init__(self, app_name: str, known: dict[str, Any] | None = None) -> None:
+        self._app_name = app_name
+        self._known = known
+        self._asks = known is None
+        self._fresh_until = 0.0 if known is None else float("inf")  # on the event loop's clock
+        self._ingress: DeploymentHandle | None = None
+        self._asking: asyncio.Task | None = None
+
+    async def find(self, deadline: float, anew: bool = False) -> dict[str, Any]:
+        """The catalog. A known one outlives the ingress: without an answer it stands.
+
+        Args:
+            deadline: on the event loop's clock.
+            anew: ask, even if the last answer is fresh.
+
+        Raises:
+            TeacherUnavailable: none is known, and none came before the deadline.
+        """
+        if now() < self._fresh_until and not (anew and self._asks):
+            return self._known
+        if self._asking is None or self._asking.done():  # one call for all who wait
+            self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        patience = max(deadline - now(), 0) if self._known is None else _PATIENCE_S
+        await asyncio.wait({self._asking}, timeout=patience)
+        if self._asking.done() and not self._asking.exception():
+            self._known = self._asking.result()
+        elif self._known is None:
+            if self._asking.done() and isinstance(self._asking.exception(), TeacherUnavailable):
+                raise self._asking.exception()
+            raise TeacherUnavailable(f"the ingress of application {self._app_name!r} did not answer in time")
+        self._fresh_until = now() + _FRESH_S
+        return self._known
+
+    async def _ask(self) -> dict[str, Any]:
+        try:
+            if self._ingress is None:  # asks the controller, which blocks
+                self._ingress = await asyncio.to_thread(_app_handle, self._app_name)
+            return await result_of(self._ingress.catalog.remote(), _TIMEOUT_S)
+        except BaseException:
+            self._ingress = None  # its handle may listen to a controller that is no more
+            raise
+
+
+def _app_handle(app_name: str) -> DeploymentHandle:
+    if not ray.is_initialized():
+        raise TeacherUnavailable("this process is not connected to Ray: call ray.init(address='auto') first")
+    try:
+        return serve.get_app_handle(app_name)
+    except RayServeException as error:
+        raise TeacherUnavailable(
+            f"no Serve application {app_name!r} runs in this Ray cluster (start it: serve run serve_config.yaml)"
+        ) from error
