@@ -41,7 +41,7 @@ class TeacherScoringActor:
     """
 
     def __init__(self, app_name: str) -> None:
-        self._router = Router(app_name)
+        self._router = Router(app_name, serves_many=True)
         me = ray.get_runtime_context().current_actor
         threading.Thread(target=_leave_with_application, args=(app_name, me), daemon=True).start()
 

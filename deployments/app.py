@@ -32,7 +32,13 @@ def build_app(config: AppConfig) -> Application:
             "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 sends handle calls over gRPC, where answers above 4 MiB fail; unset it"
         )
     teachers = {name: _teacher(name, teacher) for name, teacher in config.teachers.items()}
-    catalog = {"default": config.default_teacher, "deployments": {name: deployment_name(name) for name in teachers}}
+    limits = config.limits.model_dump()
+    catalog = {
+        "default": config.default_teacher,
+        "deployments": {name: deployment_name(name) for name in teachers},
+        "admission_wait_s": limits.pop("admission_wait_s"),
+        "limits": limits,
+    }
     return Ingress.bind(catalog, teachers)
 
 

@@ -38,12 +38,30 @@ class TeacherConfig(BaseModel):
     """Passed through to vLLM's AsyncEngineArgs."""
 
 
+class LimitsConfig(BaseModel):
+    """What the ingress and the named actor take in one call. The clients cut what is bigger into several."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_batch_reads: int = Field(default=65_536, ge=1)
+    """Reads."""
+    max_batch_tokens: int = Field(default=4_000_000, ge=1)
+    """Tokens of prompts and responses together."""
+    max_request_bytes: int = Field(default=1 << 28, ge=1)
+    """Bytes of ids, at 4 each; over HTTP also of the body, in whatever form it comes."""
+    max_answer_bytes: int = Field(default=1 << 28, ge=1)
+    """Bytes of float32 scores: 4 x rows x (1 + K), summed over the reads."""
+    admission_wait_s: float = Field(default=0.5, ge=0)
+    """How long a call waits when every replica has its fill, before it is refused (429)."""
+
+
 class AppConfig(BaseModel):
     """One application: teachers by name."""
 
     model_config = ConfigDict(extra="forbid")
 
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
     default_teacher: str | None = None
     """Answers the reads that name no teacher. Default: the one called `default`, or the only one."""
 

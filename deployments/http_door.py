@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from scoring.errors import ScoringError
+from scoring.limits import BatchLimits
 
 logger = logging.getLogger("ray.serve")
 
@@ -23,9 +24,19 @@ JSON = "application/json"
 _BIG_BODY = 256 * 1024
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body. Serve's proxy has read it before this process hears of the request."""
-    return await request.body()
+async def read_body(request: Request, limits: BatchLimits) -> bytes:
+    """The whole body. Serve's proxy has read it before this process hears of the request.
+
+    Raises:
+        BatchTooLarge: it has more than `max_request_bytes`.
+    """
+    told = request.headers.get("content-length", "")
+    limits.check_body(int(told) if told.isdecimal() else 0)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        limits.check_body(len(body))
+    return bytes(body)
 
 
 async def beside_the_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:

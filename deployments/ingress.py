@@ -37,6 +37,7 @@ from deployments.vllm_routes import vllm_routes
 from scoring import wire
 from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable, UnknownTeacher
+from scoring.limits import BatchLimits
 from scoring.reads import LabelRead
 from scoring.scores import LabelScores, MatrixScores
 
@@ -64,7 +65,7 @@ class Ingress:
     async def __init__(self, catalog: dict[str, Any], teachers: Mapping[str, Any]) -> None:
         app_name = serve.get_replica_context().app_name
         self._catalog = catalog
-        self._router = Router(app_name, catalog)
+        self._router = Router(app_name, catalog, serves_many=True)
         await asyncio.to_thread(ensure_actor, app_name)
         self._keeping = asyncio.create_task(self._keep_actor(app_name))
 
@@ -78,18 +79,19 @@ class Ingress:
                 logger.warning("the named actor could not be created, it is tried again: %s", error)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(lambda: self._router)
+        return build_api(lambda: self._router, BatchLimits(**self._catalog["limits"]))
 
     async def catalog(self) -> dict[str, Any]:
         """For Routers elsewhere, over a handle: the teachers and their deployments."""
         return self._catalog
 
 
-def build_api(router: Callable[[], Router]) -> FastAPI:
+def build_api(router: Callable[[], Router], limits: BatchLimits) -> FastAPI:
     """The HTTP application over a Router.
 
     Args:
         router: gives the Router; called once per request, in the event loop that serves it.
+        limits: what one request may hold; the Router keeps them too, except the size of a body.
 
     `/docs` loads its scripts from a public CDN, as FastAPI's page does: without internet use `/openapi.json`.
     """
@@ -98,8 +100,8 @@ def build_api(router: Callable[[], Router]) -> FastAPI:
         version=version("teacher-scoring"),
         description="A teacher's log-probabilities of chosen tokens. Ids in, numbers out.",
     )
-    api.include_router(_own_routes(router))
-    api.include_router(vllm_routes(router))
+    api.include_router(_own_routes(router, limits))
+    api.include_router(vllm_routes(router, limits))
     # What no route answered (404, 405) comes in this project's form too.
     api.add_exception_handler(HTTPException, lambda _, error: error_response(error))
     return api
@@ -124,7 +126,7 @@ def error_response(error: Exception) -> Response:
     return json_response({"error": document}, document["code"], headers)
 
 
-def _own_routes(router: Callable[[], Router]) -> APIRouter:
+def _own_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
     routes = APIRouter(route_class=route_answering_errors(error_response))
     readiness = _Readiness(router)
     started = int(time.time())
@@ -132,12 +134,12 @@ def _own_routes(router: Callable[[], Router]) -> APIRouter:
     @routes.post("/v1/matrix-reads", openapi_extra=_body("MatrixRead", "response_ids"))
     async def matrix_reads(request: Request) -> Response:
         """Log-probabilities of candidates at every response position."""
-        return await _answer_reads("matrix", request, router())
+        return await _answer_reads("matrix", request, router(), limits)
 
     @routes.post("/v1/label-reads", openapi_extra=_body("LabelRead", "label_ids"))
     async def label_reads(request: Request) -> Response:
         """Log-probabilities of label ids as the next token after a prompt."""
-        return await _answer_reads("label", request, router())
+        return await _answer_reads("label", request, router(), limits)
 
     @routes.get("/v1/teachers")
     async def teachers() -> Response:
@@ -177,12 +179,12 @@ def _own_routes(router: Callable[[], Router]) -> APIRouter:
     return routes
 
 
-async def _answer_reads(kind: wire.Kind, request: Request, router: Router) -> Response:
+async def _answer_reads(kind: wire.Kind, request: Request, router: Router, limits: BatchLimits) -> Response:
     """One batch in, one answer out, each in JSON or safetensors."""
     arrived = time.monotonic()
     given = _request_form(request)
     answer_in = _answer_form(request, given)
-    data = await read_body(request)
+    data = await read_body(request, limits)
     parse = _parse_safetensors if given == wire.SAFETENSORS else _parse_json
     batch, failed, options = await beside_the_loop(len(data), parse, kind, data)
     if failed and not options.return_exceptions:

@@ -42,6 +42,7 @@ from deployments.router import Router
 from scoring import wire
 from scoring.errors import InvalidRead, ScoringError, UnknownTeacher
 from scoring.ids import candidate_matrix, id_vector
+from scoring.limits import BatchLimits
 from scoring.reads import MatrixRead
 from scoring.scores import MatrixScore
 
@@ -59,10 +60,11 @@ class Refusal(Exception):
         self.message, self.param, self.kind, self.status = message, param, kind, status
 
 
-def vllm_routes(router: Callable[[], Router], teacher: str | None = None) -> APIRouter:
+def vllm_routes(router: Callable[[], Router], limits: BatchLimits, teacher: str | None = None) -> APIRouter:
     """The routes, over the Router that `router` gives.
 
     Args:
+        limits: what one request may hold.
         teacher: answers every request; None lets the request's `model` choose, or the default teacher.
     """
     routes = APIRouter(route_class=route_answering_errors(error_response))
@@ -72,7 +74,7 @@ def vllm_routes(router: Callable[[], Router], teacher: str | None = None) -> API
         """vLLM's tokens-in route, for requests with `sampling_params.prompt_logprob_token_ids`."""
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != JSON:
             raise _malformed(f"content-type must be {JSON}", param=None)
-        data = await read_body(request)
+        data = await read_body(request, limits)
         asked = await beside_the_loop(len(data), _parse, data)
         name = await _teacher(router(), asked.model) if teacher is None else teacher
         prompt, response = np.split(asked.token_ids, [asked.start + 1])

@@ -24,6 +24,7 @@ SCHEMA_VERSION = 1
 SHARED, OMITTED, ROWS, TAIL, ENTROPY, UNKNOWN_TO_MINUS_INF = (1 << bit for bit in range(6))
 _EXTRA_BITS = dict(zip(EXTRAS, (TAIL, ENTROPY), strict=True))
 NO_VERSION = -1
+_COLUMN_BYTES = 64  # of one read in the arrays that have one entry per read, about
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,6 +334,11 @@ class MatrixBatch(_Ragged):
         """int64 [N]: rows that each read asks for."""
         return np.where(self.modes & ROWS, np.diff(self.row_offsets), self.tokens() - self.prompt_lens)
 
+    def request_bytes(self) -> np.ndarray:
+        """int64 [N]: what each read adds to the size of a batch."""
+        ids = self.tokens() + np.diff(self.candidate_offsets)
+        return 4 * ids + 8 * np.diff(self.row_offsets) + _COLUMN_BYTES
+
     def answer_bytes(self) -> np.ndarray:
         """int64 [N]: size of each read's scores."""
         return 4 * self.row_counts() * (1 + self.widths)
@@ -386,6 +392,10 @@ class LabelBatch(_Ragged):
     def costs(self) -> np.ndarray:
         """int64 [N]: the engine's work for each read, in tokens."""
         return self.tokens()
+
+    def request_bytes(self) -> np.ndarray:
+        """int64 [N]: what each read adds to the size of a batch."""
+        return 4 * (self.tokens() + np.diff(self.label_offsets)) + _COLUMN_BYTES
 
     def answer_bytes(self) -> np.ndarray:
         """int64 [N]: size of each read's scores."""

@@ -4,19 +4,21 @@ They need httpx, numpy and safetensors; no ray, no torch, no vllm. Methods, argu
 clients inside the cluster.
 
 An exchange is written once, as a generator that says what to send and how long to wait; the two clients only carry
-that out, each in its own way.
+that out, each in its own way. What is too big for one call is cut, once the service has said what it takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import json
 import logging
 import random
+import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import httpx
@@ -24,9 +26,19 @@ import numpy as np
 
 from scoring import wire
 from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
-from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable, WrongEngineAnswer
+from scoring.coalescing import Coalescer
+from scoring.errors import (
+    BatchTooLarge,
+    DeadlineExceeded,
+    Overloaded,
+    ScoringError,
+    TeacherUnavailable,
+    WrongEngineAnswer,
+)
+from scoring.limits import BatchLimits
+from scoring.loop_thread import LoopThread
 from scoring.reads import LabelRead, MatrixRead
-from scoring.scores import LabelScores, MatrixScores
+from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +49,11 @@ _CONNECT_S = 10.0
 _GRACE_S = 0.25  # the server keeps the deadline; this is for its answer to travel
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _RETRIED = (429, 502, 503, 504)
+_PASSING = (Overloaded, TeacherUnavailable)  # a read's errors that another attempt may not meet
+_PIECE_TOKENS = 16_384  # `iter_matrix` asks for about this many tokens a call, and
+_PIECES_AT_ONCE = 4  # has this many calls under way
+_JSON_SIZE = 3  # an id in JSON, against its 4 bytes
+_HEADER_BYTES = 4096  # of a batch in safetensors: the names of its arrays and of the teachers
 # The connection broke, or never was. Reads are idempotent, so it does not matter how far the request had come.
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 # What a status means in an answer that is not the service's own, but a proxy's.
@@ -77,6 +94,8 @@ class _Client:
     ) -> None:
         self._timeout_s = wire.ReadOptions(timeout_s).timeout_s
         self._binary = binary
+        self._limits: BatchLimits | None = None  # known once a call was too big
+        self._made_with = {"base_url": base_url, "token": token, "timeout_s": timeout_s, "binary": binary}
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._http = self._http_class(base_url=base_url, headers=headers, limits=_LIMITS, trust_env=False)
 
@@ -88,8 +107,49 @@ class _Client:
         return_exceptions: bool,
         trace_headers: Mapping[str, str] | None,
     ) -> _Steps:
+        """The exchanges of a batch for its scores: one, or as many as the service's limits and refusals ask for."""
         options = wire.ReadOptions(self._timeout_s if timeout_s is None else timeout_s, return_exceptions)
-        return _read(kind, _BATCH[kind].of(reads), options, self._binary, trace_headers or {})
+        batch = _BATCH[kind].of(reads)
+        deadline = time.monotonic() + options.timeout_s
+        left, parts, refusals = [np.arange(len(batch))], [], 0
+        while left:
+            piece = left.pop(0)
+            part = batch if len(piece) == len(batch) else batch.select(piece)
+            if self._limits and len(cut := self._limits.cut(part)) > 1:
+                left = [piece[reads] for reads in cut] + left
+                continue
+            options = replace(options, timeout_s=max(deadline - time.monotonic(), 0.001))
+            try:
+                scores = yield from _read(kind, part, options, self._binary, trace_headers or {})
+            except BatchTooLarge as error:
+                if len(piece) < 2 or not self._learn(error):
+                    raise
+                left.insert(0, piece)
+                continue
+            except ScoringError as error:
+                raise error if error.read is None else error.at(int(piece[error.read])) from error
+            again = np.array([i for i, e in scores.errors.items() if isinstance(e, _PASSING)], dtype=np.int64)
+            pause = _pause(refusals, scores.errors[int(again[0])]) if len(again) else 0.0
+            if time.monotonic() + pause >= deadline:
+                again = again[:0]
+            if len(again):
+                refusals += 1
+                left.insert(0, piece[again])
+                yield _Wait(pause)
+            kept = np.setdiff1d(np.arange(len(piece)), again)
+            parts.append((piece[kept], scores, kept))
+        return parts[0][1] if len(parts) == 1 else _SCORES[kind].assemble(len(batch), parts)
+
+    def _learn(self, error: BatchTooLarge) -> bool:
+        """Take in the limits that came with a refusal. False when they bring nothing new, or none came."""
+        try:
+            limits = BatchLimits(**{f.name: int(error.details[f.name]) for f in fields(BatchLimits)})
+        except (KeyError, TypeError, ValueError):
+            return False
+        room = limits.max_request_bytes - _HEADER_BYTES if self._binary else limits.max_request_bytes // _JSON_SIZE
+        limits = replace(limits, max_request_bytes=max(room, 1))
+        news, self._limits = limits != self._limits, limits
+        return news
 
 
 class HttpScoringClient(_Client):
@@ -106,6 +166,11 @@ class HttpScoringClient(_Client):
     """
 
     _http_class = httpx.Client
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._lock = threading.Lock()
+        self._background: tuple[LoopThread, AsyncHttpScoringClient] | None = None
 
     def read_matrix(
         self,
@@ -140,13 +205,59 @@ class HttpScoringClient(_Client):
         """Answer label reads, in their order; arguments and errors as for `read_matrix`."""
         return self._run(self._read("label", reads, timeout_s, return_exceptions, trace_headers))
 
+    def iter_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Iterator[tuple[int, MatrixScore]]:
+        """(index, score) of every read as it finishes, in no particular order. Arguments as for `read_matrix`.
+
+        The reads travel in several calls, a few at a time. Leaving the loop early cancels the rest.
+        """
+        thread, client = self._beside()
+        return thread.iterate(
+            client.iter_matrix(
+                reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+            )
+        )
+
+    def submit(
+        self, read: MatrixRead | LabelRead, *, timeout_s: float | None = None
+    ) -> concurrent.futures.Future[MatrixScore | LabelScore]:
+        """The future score of one read, asked at once: for samples that finish one by one.
+
+        Reads submitted within a few milliseconds travel together.
+        """
+        thread, client = self._beside()
+
+        async def answer() -> MatrixScore | LabelScore:
+            return await client.submit(read, timeout_s=timeout_s)
+
+        return thread.start(answer())
+
     def teachers(self) -> dict[str, dict[str, Any]]:
         """What every teacher is and takes, by name."""
         return self._run(_teachers(self._timeout_s))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Submitted reads under way are cancelled."""
+        with self._lock:
+            if self._background is not None:
+                thread, client = self._background
+                thread.run(client.close())
+                thread.close()
+                self._background = None
         self._http.close()
+
+    def _beside(self) -> tuple[LoopThread, AsyncHttpScoringClient]:
+        """An asynchronous client in a thread of its own, made when it is first needed."""
+        with self._lock:
+            if self._background is None:
+                self._background = LoopThread("http-scoring-client"), AsyncHttpScoringClient(**self._made_with)
+            return self._background
 
     def __enter__(self) -> HttpScoringClient:
         return self
@@ -176,6 +287,10 @@ class AsyncHttpScoringClient(_Client):
 
     _http_class = httpx.AsyncClient
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._coalescer = Coalescer({MatrixRead: self.iter_matrix, LabelRead: self._iter_labels})
+
     async def read_matrix(
         self,
         reads: MatrixBatch | Sequence[MatrixRead],
@@ -197,6 +312,61 @@ class AsyncHttpScoringClient(_Client):
     ) -> LabelScores:
         """See `HttpScoringClient.read_labels`."""
         return await self._run(self._read("label", reads, timeout_s, return_exceptions, trace_headers))
+
+    async def iter_matrix(
+        self,
+        reads: MatrixBatch | Sequence[MatrixRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[tuple[int, MatrixScore]]:
+        """See `HttpScoringClient.iter_matrix`."""
+        async for item in self._iterate("matrix", reads, timeout_s, return_exceptions, trace_headers):
+            yield item
+
+    def submit(self, read: MatrixRead | LabelRead, *, timeout_s: float | None = None) -> asyncio.Future:
+        """See `HttpScoringClient.submit`."""
+        return self._coalescer.submit(read, self._timeout_s if timeout_s is None else timeout_s)
+
+    def _iter_labels(self, reads: Sequence[LabelRead], **options: Any) -> AsyncIterator[tuple[int, LabelScore]]:
+        return self._iterate("label", reads, **options)
+
+    async def _iterate(
+        self,
+        kind: wire.Kind,
+        reads: Any,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        batch = _BATCH[kind].of(reads)
+        deadline = time.monotonic() + wire.ReadOptions(self._timeout_s if timeout_s is None else timeout_s).timeout_s
+        turns = asyncio.Semaphore(_PIECES_AT_ONCE)
+
+        async def ask(piece: np.ndarray) -> tuple[np.ndarray, Any]:
+            async with turns:
+                left = max(deadline - time.monotonic(), 0.001)
+                try:
+                    return piece, await self._run(self._read(kind, batch.select(piece), left, True, trace_headers))
+                except ScoringError as error:
+                    return piece, _SCORES[kind].failed(error, len(piece))
+
+        number = (np.cumsum(batch.tokens()) - batch.tokens()) // _PIECE_TOKENS  # int64 [N]
+        pieces = np.split(np.arange(len(batch)), np.flatnonzero(np.diff(number)) + 1) if len(batch) else []
+        asking = [asyncio.create_task(ask(piece)) for piece in pieces]
+        try:
+            for answered in asyncio.as_completed(asking):
+                piece, scores = await answered
+                for read, score in zip(piece.tolist(), scores, strict=True):
+                    if isinstance(score, ScoringError):
+                        score = score.at(read)
+                        if not return_exceptions:
+                            raise score
+                    yield read, score
+        finally:
+            for task in asking:
+                task.cancel()
 
     async def teachers(self) -> dict[str, dict[str, Any]]:
         """See `HttpScoringClient.teachers`."""

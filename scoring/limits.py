@@ -94,41 +94,59 @@ class BatchLimits:
     Attributes:
         max_batch_reads: reads.
         max_batch_tokens: tokens of prompts and responses together.
+        max_request_bytes: of the ids, at 4 bytes each; over HTTP also of the body, in whatever form it comes.
         max_answer_bytes: of float32 scores: 4 x rows x (1 + K), summed over the reads.
     """
 
     max_batch_reads: int
     max_batch_tokens: int
+    max_request_bytes: int
     max_answer_bytes: int
 
     def check(self, batch: MatrixBatch | LabelBatch) -> None:
         """Raise `BatchTooLarge`, with the limits in its details, when the batch is more than one call may hold."""
-        sizes = {
-            "max_batch_reads": (len(batch), "reads"),
-            "max_batch_tokens": (int(batch.tokens().sum()), "tokens"),
-            "max_answer_bytes": (int(batch.answer_bytes().sum()), "bytes of scores"),
-        }
-        for name, (size, unit) in sizes.items():
-            if size > getattr(self, name):
-                raise BatchTooLarge(
-                    f"{size} {unit} in one call; at most {getattr(self, name)} are taken (the application's "
-                    f"limits.{name}): send several calls",
-                    **asdict(self),
-                )
+        for name, sizes in _sizes(batch).items():
+            if (size := int(sizes.sum())) > getattr(self, name):
+                raise self.exceeded(name, size)
+
+    def check_body(self, size: int) -> None:
+        """Raise `BatchTooLarge` when a request's body has more than `max_request_bytes`."""
+        if size > self.max_request_bytes:
+            raise self.exceeded("max_request_bytes", size)
+
+    def exceeded(self, name: str, size: int) -> BatchTooLarge:
+        return BatchTooLarge(
+            f"{size} {_UNITS[name]} in one call; at most {getattr(self, name)} are taken (the application's "
+            f"limits.{name}): send several calls",
+            **asdict(self),
+        )
 
     def cut(self, batch: MatrixBatch | LabelBatch) -> list[np.ndarray]:
         """The reads of a batch (int64, rising) in pieces that each hold as many as one call may; a read that is too
         big by itself is a piece of its own."""
-        sizes = [np.ones(len(batch), np.int64), batch.tokens(), batch.answer_bytes()]
-        bounds = [self.max_batch_reads, self.max_batch_tokens, self.max_answer_bytes]
-        ends = [np.concatenate([[0], np.cumsum(size)]) for size in sizes]
+        ends = {name: np.concatenate([[0], np.cumsum(sizes)]) for name, sizes in _sizes(batch).items()}
         pieces, start = [], 0
         while start < len(batch):
-            fits = (
-                int(np.searchsorted(end, end[start] + bound, side="right")) - 1
-                for end, bound in zip(ends, bounds, strict=True)
-            )
-            stop = max(min(fits), start + 1)
+            fits = (np.searchsorted(end, end[start] + getattr(self, name), "right") - 1 for name, end in ends.items())
+            stop = max(int(min(fits)), start + 1)
             pieces.append(np.arange(start, stop))
             start = stop
         return pieces
+
+
+_UNITS = {
+    "max_batch_reads": "reads",
+    "max_batch_tokens": "tokens",
+    "max_request_bytes": "bytes of ids",
+    "max_answer_bytes": "bytes of scores",
+}
+
+
+def _sizes(batch: MatrixBatch | LabelBatch) -> dict[str, np.ndarray]:
+    """Per limit what each read adds to it, int64 [N]."""
+    return {
+        "max_batch_reads": np.ones(len(batch), np.int64),
+        "max_batch_tokens": batch.tokens(),
+        "max_request_bytes": batch.request_bytes(),
+        "max_answer_bytes": batch.answer_bytes(),
+    }

@@ -7,9 +7,10 @@ import numpy as np
 
 from scoring import LabelBatch, LabelScores, MatrixBatch, MatrixScores, ReadMeta, ScoringError
 from scoring.errors import UnknownTeacher
-from scoring.limits import TeacherLimits
+from scoring.limits import BatchLimits, TeacherLimits
 
 NEXT_TOKEN = 77
+BATCH_LIMITS = BatchLimits(10_000, 1_000_000, 64 << 20, 64 << 20)
 LIMITS = TeacherLimits(vocabulary=2048, tokenizer_size=2000, max_length=512, max_candidates=64)
 
 

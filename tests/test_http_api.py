@@ -21,8 +21,9 @@ from ray.serve.config import HTTPOptions
 
 from deployments.http_door import beside_the_loop
 from deployments.ingress import Ingress, build_api
-from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead, wire
+from scoring import LabelBatch, LabelRead, LabelScores, MatrixBatch, MatrixRead, wire
 from scoring.errors import (
+    BatchTooLarge,
     DeadlineExceeded,
     InvalidRead,
     Overloaded,
@@ -33,7 +34,8 @@ from scoring.errors import (
     WrongEngineAnswer,
 )
 from scoring.http_client import _LIMITS, AsyncHttpScoringClient, HttpScoringClient
-from tests.stand_in_router import StandInRouter, score
+from scoring.limits import BatchLimits
+from tests.stand_in_router import BATCH_LIMITS, StandInRouter, score
 
 BINARY = {"content-type": wire.SAFETENSORS}
 MATRIX = {"prompt_ids": [1, 2], "response_ids": [3, 4], "candidate_ids": [[5, 6], [7]]}
@@ -47,7 +49,7 @@ def router() -> StandInRouter:
 
 @pytest.fixture
 def api(router) -> TestClient:
-    return TestClient(build_api(lambda: router))
+    return TestClient(build_api(lambda: router, BATCH_LIMITS))
 
 
 def raising(error: Exception):
@@ -253,7 +255,7 @@ async def test_a_client_that_leaves_cancels_the_work(router):
             raise
 
     router.before = work
-    transport = httpx.ASGITransport(build_api(lambda: router))
+    transport = httpx.ASGITransport(build_api(lambda: router, BATCH_LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         request = asyncio.create_task(client.post("/v1/label-reads", json={"reads": [LABEL]}))
         await asyncio.wait_for(asked.wait(), 10)
@@ -394,7 +396,7 @@ def test_an_overloaded_teacher_is_alive_and_ready(api, router):
 async def test_readiness_is_asked_once_a_second_for_all_callers_and_outlives_the_first(router):
     release = asyncio.Event()
     router.before = release.wait
-    transport = httpx.ASGITransport(build_api(lambda: router))
+    transport = httpx.ASGITransport(build_api(lambda: router, BATCH_LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         first = asyncio.create_task(client.get("/ready?teacher=math"))
         while not router.calls:
@@ -417,7 +419,7 @@ async def test_readiness_is_asked_outside_the_context_of_its_caller(router):
     seen: list = []
     router.before = lambda: seen.append(caller.get())
     caller.set("the first")
-    transport = httpx.ASGITransport(build_api(lambda: router))
+    transport = httpx.ASGITransport(build_api(lambda: router, BATCH_LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         await client.get("/ready?teacher=math")
         await client.post("/v1/label-reads", json={"reads": [LABEL]})
@@ -485,7 +487,7 @@ def relay(url: str, closing: int):
 def shared_server():
     """One server for the module, and the place of the Router it asks."""
     place: list[StandInRouter] = []
-    with served(build_api(lambda: place[-1])) as url:
+    with served(build_api(lambda: place[-1], BATCH_LIMITS)) as url:
         yield url, place
 
 
@@ -660,7 +662,7 @@ def test_a_deadline_that_is_none_is_refused(ask, timeout_s):
 @contextlib.contextmanager
 def tampering(router, change):
     """A server whose JSON answers are changed on their way, as by a proxy that knows better."""
-    api = build_api(lambda: router)
+    api = build_api(lambda: router, BATCH_LIMITS)
 
     async def app(scope, receive, send):
         async def changed(message):
@@ -712,7 +714,7 @@ def test_an_untampered_answer_passes_the_same_way(router, ask):
 
 def test_the_token_is_sent_and_the_environment_has_no_say(router, ask, monkeypatch):
     seen: list[str | None] = []
-    api = build_api(lambda: router)
+    api = build_api(lambda: router, BATCH_LIMITS)
 
     async def app(scope, receive, send):
         seen.append(dict(scope["headers"]).get(b"authorization"))
@@ -737,3 +739,122 @@ def test_the_client_needs_no_ray_torch_or_vllm():
         "print([m for m in ('ray', 'torch', 'vllm', 'fastapi', 'pydantic', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------- many reads, one by one
+
+
+class FullAtFirst(StandInRouter):
+    """Refuses some reads of the first calls, as replicas that have their fill do."""
+
+    refusals = 2
+
+    async def read_labels(self, reads, **options):
+        scores = await super().read_labels(reads, **options | {"return_exceptions": True})
+        if self.refusals:
+            self.refusals -= 1
+            last, full = len(scores) - 1, LabelScores.failed(Overloaded("full", retry_after_s=0.01), 1)
+            kept = np.arange(last)
+            scores = LabelScores.assemble(last + 1, [(kept, scores, kept), (np.array([last]), full, np.array([0]))])
+        return scores if options["return_exceptions"] else scores.raise_first()
+
+
+@pytest.mark.parametrize("return_exceptions", [True, False])
+def test_a_refused_read_is_asked_again_by_the_client(ask, return_exceptions):
+    router = FullAtFirst()
+    with served(build_api(lambda: router, BATCH_LIMITS)) as url:
+        reads = [LabelRead([1], [i]) for i in range(4)]
+        scores = ask(url, "read_labels", reads, return_exceptions=return_exceptions)
+    assert [s.logprobs.tolist() for s in scores] == [[-0.0], [-1.0], [-2.0], [-3.0]]
+    again = 1 if return_exceptions else 4  # the service answered the others, or failed the call
+    assert [len(call["batch"]) for call in router.calls] == [4, again, again]
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize(
+    ("limits", "calls"),
+    [
+        (BatchLimits(3, 10**6, 10**6, 10**6), 4),
+        (BatchLimits(100, 9, 10**6, 10**6), 4),
+        (BatchLimits(100, 10**6, 10**6, 60), 2),
+        (BatchLimits(100, 10**6, 9000, 10**6), None),
+    ],
+    ids=["reads", "tokens", "answer", "request"],
+)
+def test_a_client_cuts_what_is_too_big_for_one_call(router, ask, binary, limits, calls):
+    class Limited(StandInRouter):
+        async def read_matrix(self, reads, **options):
+            limits.check(reads)
+            return await super().read_matrix(reads, **options)
+
+    router = Limited()
+    reads = [MatrixRead([1, 2], [i], [[i + 1] * 10 if i > 8 else [i + 1]]) for i in range(10)]
+    with served(build_api(lambda: router, limits)) as url:
+        if calls is None:
+            reads = [MatrixRead([1, 2], [i] * 10, [[i + 1] * 60] * 10) for i in range(10)]
+        scores = ask(url, "read_matrix", reads, settings={"binary": binary})
+    assert [s.response_logprobs[0] for s in scores] == [score(i) for i in range(10)]
+    assert len(router.calls) == calls or (calls is None and len(router.calls) > 1)
+
+
+@pytest.mark.parametrize("return_exceptions", [True, False])
+def test_a_failing_read_of_a_cut_batch_is_named_by_its_place_in_the_whole(router, ask, return_exceptions):
+    limits = BatchLimits(2, 10**6, 10**6, 10**6)
+
+    class Limited(StandInRouter):
+        async def read_labels(self, reads, **options):
+            limits.check(reads)
+            return await super().read_labels(reads, **options)
+
+    router = Limited()
+    reads = [LabelRead([1], [i if i != 5 else 4000]) for i in range(7)]
+    with served(build_api(lambda: router, limits)) as url:
+        if return_exceptions:
+            error = ask(url, "read_labels", reads, return_exceptions=True)[5]
+        else:
+            with pytest.raises(InvalidRead) as caught:
+                ask(url, "read_labels", reads)
+            error = caught.value
+    assert isinstance(error, InvalidRead) and error.read == 5
+
+
+def test_one_read_that_is_too_big_by_itself_is_an_error_with_the_limit(router, ask):
+    limits = BatchLimits(10, 10**6, 10**7, 1_000_000)
+
+    class Limited(StandInRouter):
+        async def read_matrix(self, reads, **options):
+            limits.check(reads)
+            return await super().read_matrix(reads, **options)
+
+    router = Limited()
+    with (
+        served(build_api(lambda: router, limits)) as url,
+        pytest.raises(BatchTooLarge, match=r"limits\.max_answer_bytes"),
+    ):
+        ask(url, "read_matrix", [MatrixRead([1], [2] * 480, np.zeros((480, 1024), np.int32))])
+    assert router.calls == []
+
+
+def test_reads_are_handed_out_as_they_finish_over_http(server, router):
+    reads = [MatrixRead([1] * 300, [i], [[i + 1]]) for i in range(200)]
+    with HttpScoringClient(server) as client:
+        seen = dict(client.iter_matrix(reads))
+        assert [seen[i].logprobs.tolist() for i in range(200)] == [[[score(i + 1)]] for i in range(200)]
+        assert len(router.calls) > 2
+        bad = [*reads[:3], MatrixRead([1], [2], [[4000]])]
+        with pytest.raises(InvalidRead, match="read 3"):
+            dict(client.iter_matrix(bad))
+        assert isinstance(dict(client.iter_matrix(bad, return_exceptions=True))[3], InvalidRead)
+
+
+def test_submitted_reads_travel_together_over_http(server, router):
+    with HttpScoringClient(server) as client:
+        futures = [client.submit(LabelRead([1], [i])) for i in range(20)]
+        assert [future.result(10).logprobs.tolist() for future in futures] == [[-float(i)] for i in range(20)]
+        assert len(router.calls) < 5
+
+    async def ask():
+        async with AsyncHttpScoringClient(server) as client:
+            return await asyncio.gather(*(client.submit(MatrixRead([1], [i], [[2]])) for i in range(5)))
+
+    assert [s.response_logprobs.tolist() for s in asyncio.run(ask())] == [[score(i)] for i in range(5)]

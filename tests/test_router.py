@@ -25,7 +25,7 @@ from scoring.errors import (
 )
 from tests.stand_in_replicas import StandInReplica, StandInReplicas, right_matrix
 
-LIMITS = {"max_batch_reads": 10_000, "max_batch_tokens": 1_000_000, "max_answer_bytes": 1_000_000}
+LIMITS = {"max_batch_reads": 10_000, "max_batch_tokens": 10**6, "max_request_bytes": 10**6, "max_answer_bytes": 10**6}
 CATALOG = {
     "default": "default",
     "deployments": {"default": "Teacher-default", "math": "Teacher-math"},

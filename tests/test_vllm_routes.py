@@ -25,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from deployments.ingress import build_api
 from deployments.vllm_routes import _NEUTRAL, vllm_routes
 from scoring.errors import DeadlineExceeded, Overloaded, TeacherUnavailable, WrongEngineAnswer
-from tests.stand_in_router import LIMITS, NEXT_TOKEN, StandInRouter
+from tests.stand_in_router import BATCH_LIMITS, LIMITS, NEXT_TOKEN, StandInRouter
 
 ROUTE = "/inference/v1/generate"
 TOKENS = [11, 12, 13, 14]
@@ -38,7 +38,7 @@ def router() -> StandInRouter:
 
 @pytest.fixture
 def api(router) -> TestClient:
-    return TestClient(build_api(lambda: router))
+    return TestClient(build_api(lambda: router, BATCH_LIMITS))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_model_is_a_teacher_or_its_checkpoint_or_nothing(api, model, teacher):
 
 def test_routes_of_one_teacher_ask_that_one(router):
     app = FastAPI()
-    app.include_router(vllm_routes(lambda: router, teacher="math"), prefix="/teachers/math")
+    app.include_router(vllm_routes(lambda: router, BATCH_LIMITS, teacher="math"), prefix="/teachers/math")
     response = TestClient(app).post("/teachers/math" + ROUTE, json=body(fields={"model": "whatever"}))
     assert response.json()["model"] == "math"
 
