@@ -8,10 +8,10 @@ reads a replica that can be 10 % too much, so that groups without a home are the
 (as MULTIFIT does: Coffman, Garey and Johnson 1978). What is found stands only where it is better.
 
 A group fits, and stays whole, while it is no larger than the mean load, or than the longest read if that is more. A
-larger one cannot be balanced whole. It is cut: it fills one replica after another up to the mean load, its home first,
-and each prefills the prompt. Every piece may have as many tokens of its own as its prompt has, so that a long prompt
-with short responses stays whole. A piece that goes above the mean load is no more than two prompts, or a prompt and
-one read, so that the bound holds for these groups as well.
+larger one cannot be balanced whole. It is cut where its reads are at least two of its prompts long: it fills one
+replica after another up to the mean load, its home first, and each prefills the prompt. A piece may always have as many
+tokens of its own as its prompt has; one that goes above the mean load is no more than two prompts, or a prompt and one
+read, so that the bound holds for these groups as well.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _target(
 ) -> int:
     """The least load T >= `low` such that, with larger groups cut where they exceed it, the mean load is at most T.
 
-    Every cut adds a prompt. Under the rule above, no plan has a smaller makespan than T.
+    Every cut adds a prompt. No plan that cuts groups into at most `pieces` has a smaller makespan than T.
     """
     low, high = int(np.ceil(low)), int((own + np.where(held, 0, shared)).max(initial=0))
     while low < high:

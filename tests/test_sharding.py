@@ -130,10 +130,15 @@ def test_a_group_stays_whole_while_it_is_no_larger_than_the_mean_load(batch):
             assert len(holders(batch, shards, group)) == 1
 
 
-@given(grouped(prompt=st.integers(50_001, 60_000)))
-def test_a_group_stays_whole_while_its_reads_are_shorter_than_its_prompt(batch):
+@given(grouped(prompt=st.integers(25_001, 60_000)))
+def test_a_group_stays_whole_while_its_reads_are_shorter_than_two_of_its_prompts(batch):
     shards = plan(**batch)
     assert all(len(holders(batch, shards, group)) == 1 for group in range(len(batch["shared"])))
+
+
+def test_a_prompt_counts_where_it_is_processed():
+    shards = plan(np.full(12, 10), {"a": 0, "b": 0}, groups=np.arange(12), shared=np.array([100] + [0] * 11))
+    assert [len(shard) for shard in shards.values()] == [1, 11]
 
 
 def test_one_prompt_with_many_reads_is_shared_out():
