@@ -53,16 +53,7 @@ def plan(
     """
     if not loads:
         raise ValueError("no replicas to plan for")
-    groups = np.arange(len(costs)) if groups is None else groups
-    counts = np.bincount(groups)  # int64 [G]
-    shared = np.zeros(len(counts), dtype=np.int64) if shared is None else shared
-    if len(groups) != len(costs) or not counts.all():
-        raise ValueError(
-            f"groups has {len(groups)} entries up to {len(counts) - 1} for {len(costs)} reads; allowed is one for each "
-            "read, and every number from 0 up"
-        )
-    if len(shared) != len(counts):
-        raise ValueError(f"shared has {len(shared)} entries; {len(counts)} groups need {len(counts)}")
+    groups, shared, counts = _checked(costs, groups, shared)
     names = sorted(loads)
     place = {name: i for i, name in enumerate(names)}
     home = np.full(len(counts), -1)
@@ -90,6 +81,23 @@ def plan(
         where[reads[g]] = piece_at
     shards = np.split(np.argsort(where, kind="stable"), np.cumsum(np.bincount(where, minlength=len(names)))[:-1])
     return {name: shard for name, shard in zip(names, shards, strict=True) if len(shard)}
+
+
+def _checked(
+    costs: np.ndarray, groups: np.ndarray | None, shared: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`groups` and `shared`, made where they are left out, and the number of reads of each group, int64 [G]."""
+    groups = np.arange(len(costs)) if groups is None else groups
+    counts = np.bincount(groups)  # int64 [G]
+    shared = np.zeros(len(counts), dtype=np.int64) if shared is None else shared
+    if len(groups) != len(costs) or not counts.all():
+        raise ValueError(
+            f"groups has {len(groups)} entries up to {len(counts) - 1} for {len(costs)} reads; allowed is one for each "
+            "read, and every number from 0 up"
+        )
+    if len(shared) != len(counts):
+        raise ValueError(f"shared has {len(shared)} entries; {len(counts)} groups need {len(counts)}")
+    return groups, shared, counts
 
 
 class _Cut(NamedTuple):

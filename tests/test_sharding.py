@@ -136,6 +136,13 @@ def test_a_group_stays_whole_while_its_reads_are_shorter_than_two_of_its_prompts
     assert all(len(holders(batch, shards, group)) == 1 for group in range(len(batch["shared"])))
 
 
+def test_a_group_is_cut_where_its_reads_are_two_of_its_prompts_long():
+    for reads, holders in ((19, 1), (20, 2)):
+        groups = np.zeros(reads, dtype=np.int64)
+        shards = plan(np.full(reads, 10), dict.fromkeys("abcdefgh", 0), groups=groups, shared=np.array([100]))
+        assert len(shards) == holders
+
+
 def test_a_prompt_counts_where_it_is_processed():
     shards = plan(np.full(12, 10), {"a": 0, "b": 0}, groups=np.arange(12), shared=np.array([100] + [0] * 11))
     assert [len(shard) for shard in shards.values()] == [1, 11]
