@@ -54,9 +54,9 @@ class Router:
 
     Args:
         app_name: the Serve application.
-        catalog: what the ingress knows of the teachers (`{"default": name, "deployments": {teacher: deployment}}`).
-            Left out, it is asked of the application's ingress, and asked again every few seconds, since a redeploy
-            may change it.
+        catalog: what the ingress knows of the teachers (`{"default": name, "deployments": {teacher: deployment}}`, and
+            `"without_room"`, see `placement.without_room`). Left out, it is asked of the application's ingress, and
+            asked again every few seconds, since a redeploy may change it.
     """
 
     def __init__(self, app_name: str = APP_NAME, catalog: dict[str, Any] | None = None) -> None:
@@ -94,7 +94,8 @@ class Router:
         names = await self.names(timeout_s)
         infos = await _all([self._info(name, deadline) for name in names])
         if not any(info["replicas"] for info in infos):
-            raise TeacherUnavailable(f"no replica of {', '.join(names)} answered within {timeout_s:g} s")
+            why = "".join(f"; {sentence}" for sentence in self._catalog.get("without_room", {}).values())
+            raise TeacherUnavailable(f"no replica of {', '.join(names)} answered within {timeout_s:g} s{why}")
         return {name: {**info, "default": name == names[0]} for name, info in zip(names, infos, strict=True)}
 
     async def read_matrix(
@@ -289,7 +290,8 @@ class Router:
         asked = _now()
         while not (members := membership.members(self._handle(teacher))):
             if _now() >= deadline:
-                raise TeacherUnavailable(f"teacher {teacher!r} has no running replica (see `serve status`)")
+                none = f"teacher {teacher!r} has no running replica (see `serve status`)"
+                raise TeacherUnavailable(self._catalog.get("without_room", {}).get(teacher, none))
             if _now() - asked > _HANDLE_PATIENCE_S:  # its handle may listen to a controller that is no more
                 self._handles.pop(teacher, None)
                 asked = _now()
