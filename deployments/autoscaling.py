@@ -40,6 +40,7 @@ def autoscaling_options(config: AutoscalingConfig) -> ServeAutoscaling:
     """The option `autoscaling_config` of `serve.deployment`."""
     return ServeAutoscaling(
         **config.model_dump(exclude={"target_outstanding_tokens"}),
+        metrics_interval_s=config.look_back_period_s / 3,  # as with Serve's own defaults: replicas report this often
         policy=AutoscalingPolicy(
             policy_function=OutstandingTokens, policy_kwargs={"target": config.target_outstanding_tokens}
         ),

@@ -33,9 +33,7 @@ class AutoscalingConfig(BaseModel):
     @model_validator(mode="after")
     def _check_bounds(self) -> AutoscalingConfig:
         if self.max_replicas < self.min_replicas:
-            raise ValueError(
-                f"max_replicas is {self.max_replicas}; at least min_replicas, {self.min_replicas}, is needed"
-            )
+            raise ValueError(f"max_replicas is {self.max_replicas}, below min_replicas, which is {self.min_replicas}")
         return self
 
 

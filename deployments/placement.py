@@ -59,8 +59,8 @@ def without_room(teachers: Mapping[str, TeacherConfig], nodes: Sequence[Mapping[
         if room < config.least_replicas:
             found[name] = (
                 f"teacher {name!r} waits for a larger cluster: it asks for "
-                f"{_count(config.least_replicas, 'replica')} of {_asked(config)}, and the "
-                f"{_count(len(nodes), 'node')} have room for {room}; {_largest(config, nodes)} "
+                f"{_count(config.least_replicas, 'replica')} of {_asked(config)}, and on "
+                f"{_count(len(nodes), 'node')} there is room for {room}; {_largest(config, nodes)} "
                 "(settings: num_gpus and nodes, with the sizes in engine_args; num_cpus; num_replicas or autoscaling; "
                 "max_replicas_per_node)"
             )
@@ -71,7 +71,7 @@ def without_room(teachers: Mapping[str, TeacherConfig], nodes: Sequence[Mapping[
             if config.num_gpus and name not in found:
                 found[name] = (
                     f"teacher {name!r} may wait for a larger cluster: the teachers together ask for "
-                    f"{_count(asked, 'GPU')}, and the {_count(len(nodes), 'node')} have {there:g} "
+                    f"{_count(asked, 'GPU')}, and on {_count(len(nodes), 'node')} there are {there:g} "
                     "(settings: num_gpus; num_replicas or autoscaling)"
                 )
     return found
@@ -103,7 +103,11 @@ def _asked(config: TeacherConfig) -> str:
 
 def _largest(config: TeacherConfig, nodes: Sequence[Mapping[str, float]]) -> str:
     largest = [_count(max((n.get(name, 0) for n in nodes), default=0), name) for name in _needs_on_a_node(config)]
-    return f"the largest has {' and '.join(largest)}" if largest else "each takes what max_replicas_per_node says"
+    return (
+        f"the largest has {' and '.join(largest)}"
+        if largest
+        else f"each node takes max_replicas_per_node {config.max_replicas_per_node}"
+    )
 
 
 def _count(number: float, name: str) -> str:
