@@ -92,7 +92,7 @@ class Ingress:
                 self._catalog["without_room"] = placement.without_room(configs, nodes)
             except Exception as error:
                 logger.warning("the cluster's nodes could not be listed, it is tried again: %s", error)
-            for sentence in self._catalog.get("without_room", {}).values():
+            for sentence in set(self._catalog.get("without_room", {}).values()):
                 logger.warning("%s", sentence)
             await asyncio.sleep(_ROOM_CHECK_S)
 

@@ -58,34 +58,32 @@ def without_room(teachers: Mapping[str, TeacherConfig], nodes: Sequence[Mapping[
         room = _room(config, nodes)
         if room < config.least_replicas:
             found[name] = (
-                f"teacher {name!r} waits for a larger cluster: it asks for "
-                f"{_count(config.least_replicas, 'replica')} of {_asked(config)}, and on "
-                f"{_count(len(nodes), 'node')} there is room for {room}; {_largest(config, nodes)} "
-                "(settings: num_gpus and nodes, with the sizes in engine_args; num_cpus; num_replicas or autoscaling; "
+                f"teacher {name!r} waits for a larger cluster: it asks for {_asked(config)}, and on "
+                f"{_count(len(nodes), 'node')} there is room for {room}{_largest(config, nodes)} (settings: num_gpus "
+                "and nodes, with the sizes in engine_args; num_cpus; num_replicas or autoscaling; "
                 "max_replicas_per_node)"
             )
-    asked = sum(config.least_replicas * config.num_gpus for config in teachers.values())
+    others = {name: config for name, config in teachers.items() if config.num_gpus and name not in found}
+    asked = sum(config.least_replicas * config.num_gpus for config in others.values())
     there = sum(node.get("GPU", 0) for node in nodes)
     if asked > there:
-        for name, config in teachers.items():
-            if config.num_gpus and name not in found:
-                found[name] = (
-                    f"teacher {name!r} may wait for a larger cluster: the teachers together ask for "
-                    f"{_count(asked, 'GPU')}, and on {_count(len(nodes), 'node')} there are {there:g} "
-                    "(settings: num_gpus; num_replicas or autoscaling)"
-                )
+        sentence = (
+            f"teachers {', '.join(others)} together ask for {_count(asked, 'GPU')}, and on "
+            f"{_count(len(nodes), 'node')} there are {there:g}: some wait for a larger cluster (settings: num_gpus; num_replicas or autoscaling)"
+        )
+        found |= dict.fromkeys(others, sentence)
     return found
 
 
 def _room(config: TeacherConfig, nodes: Sequence[Mapping[str, float]]) -> int:
     """How many replicas these nodes hold when nothing else is there."""
-    needs = _needs_on_a_node(config)
-    limit = config.max_replicas_per_node or (config.least_replicas if not needs else None)
+    limit = config.max_replicas_per_node or config.least_replicas * config.nodes
     parts = 0
     for node in nodes:
         # In Ray's own unit, a ten-thousandth: 1 // 0.1 is 9.
-        held = [round(node.get(name, 0) * 10_000) // round(need * 10_000) for name, need in needs.items()]
-        parts += min([*held, *([limit] if limit else [])])
+        needs = _needs_on_a_node(config).items()
+        held = (round(node.get(name, 0) * 10_000) // round(need * 10_000) for name, need in needs)
+        parts += min([limit, *held])
     return parts // config.nodes
 
 
@@ -97,17 +95,18 @@ def _needs_on_a_node(config: TeacherConfig) -> dict[str, float]:
 
 
 def _asked(config: TeacherConfig) -> str:
-    needs = " and ".join(_count(need, name) for name, need in _needs_on_a_node(config).items()) or "no GPU"
-    return f"{needs} on one node" if config.nodes == 1 else f"{needs} on each of {config.nodes} nodes"
+    asked = _count(config.least_replicas, "replica")
+    if needs := _needs_on_a_node(config):
+        where = "on one node" if config.nodes == 1 else f"on each of {config.nodes} nodes"
+        asked += f" of {' and '.join(_count(need, name) for name, need in needs.items())} {where}"
+    if config.max_replicas_per_node:
+        asked += f", at most {config.max_replicas_per_node} of them on the same node"
+    return asked
 
 
 def _largest(config: TeacherConfig, nodes: Sequence[Mapping[str, float]]) -> str:
     largest = [_count(max((n.get(name, 0) for n in nodes), default=0), name) for name in _needs_on_a_node(config)]
-    return (
-        f"the largest has {' and '.join(largest)}"
-        if largest
-        else f"each node takes max_replicas_per_node {config.max_replicas_per_node}"
-    )
+    return f"; the largest has {' and '.join(largest)}" if largest else ""
 
 
 def _count(number: float, name: str) -> str:

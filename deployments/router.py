@@ -94,7 +94,7 @@ class Router:
         names = await self.names(timeout_s)
         infos = await _all([self._info(name, deadline) for name in names])
         if not any(info["replicas"] for info in infos):
-            why = "".join(f"; {sentence}" for sentence in self._catalog.get("without_room", {}).values())
+            why = "".join(f"; {sentence}" for sentence in set(self._catalog.get("without_room", {}).values()))
             raise TeacherUnavailable(f"no replica of {', '.join(names)} answered within {timeout_s:g} s{why}")
         return {name: {**info, "default": name == names[0]} for name, info in zip(names, infos, strict=True)}
 

@@ -122,12 +122,12 @@ def test_of_what_has_room_nothing_is_said(fields, nodes):
         (
             {"num_gpus": 1, "num_replicas": 3, "max_replicas_per_node": 1},
             [EIGHT, EIGHT],
-            "room for 2; the largest has 8",
+            "3 replicas of 1 GPU on one node, at most 1 of them on the same node, and on 2 nodes there is room for 2",
         ),
         (
             {"num_replicas": 2, "max_replicas_per_node": 1},
             [HEAD],
-            "room for 1; each node takes max_replicas_per_node 1",
+            "asks for 2 replicas, at most 1 of them on the same node, and on 1 node there is room for 1 (settings",
         ),
         (
             {"num_replicas": 3, "num_cpus": 2},
@@ -144,16 +144,16 @@ def test_what_has_no_room_is_said_with_what_is_asked_and_what_is_there(fields, n
 
 
 def test_teachers_that_have_room_alone_may_have_none_together():
-    teachers = {
-        "general": teacher(num_gpus=4),
-        "math": teacher(num_gpus=4),
-        "code": teacher(num_gpus=1),
-        "cpu": teacher(),
-    }
+    teachers = {name: teacher(num_gpus=gpus) for name, gpus in (("general", 4), ("math", 4), ("code", 1), ("cpu", 0))}
     assert without_room(teachers, [EIGHT, {"GPU": 1.0}]) == {}
     said = without_room(teachers, [EIGHT])
     assert said.keys() == {"general", "math", "code"}
-    assert "the teachers together ask for 9 GPUs, and on 1 node there are 8" in said["math"]
+    assert "teachers general, math, code together ask for 9 GPUs, and on 1 node there are 8" in said["math"]
+
+
+def test_a_teacher_that_fits_nowhere_takes_no_room_from_the_others():
+    teachers = {"huge": teacher(num_gpus=16), "small": teacher(num_gpus=1)}
+    assert without_room(teachers, [EIGHT]).keys() == {"huge"}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_an_engine_over_two_nodes_has_eight_gpus_on_each(cluster):
 def test_no_node_holds_more_replicas_than_allowed(cluster):
     assert sorted(replica["node"] for replica in cluster["alone"]["alone"]) == sorted(cluster["nodes"])
     assert cluster["alone_later"] == 2
-    assert "asks for 3 replicas of 1 GPU on one node, and on 3 nodes there is room for 2" in cluster["log"]
+    assert "at most 1 of them on the same node, and on 3 nodes there is room for 2" in cluster["log"]
 
 
 def test_replicas_follow_the_outstanding_tokens(cluster):
@@ -241,11 +241,8 @@ def test_replicas_follow_the_outstanding_tokens(cluster):
 
 
 def test_callers_are_told_at_once_what_the_cluster_has_no_room_for(cluster):
-    said = (
-        "teacher 'default' waits for a larger cluster: it asks for 1 replica of 8 GPUs on each of 2 nodes, and the 2 "
-    )
-    said += "nodes have room for 0; the largest has 8 GPUs"
-    assert said in cluster["waiting"]["read"]
-    assert said in cluster["waiting"]["teachers"]
-    assert said in cluster["log"]
+    said = "teacher 'default' waits for a larger cluster: it asks for 1 replica of 8 GPUs on each of 2 nodes, and on 2 "
+    said += "nodes there is room for 0; the largest has 8 GPUs"
+    for place in (cluster["waiting"]["read"], cluster["waiting"]["teachers"], cluster["log"]):
+        assert said in place
     assert cluster["waiting"]["seconds"] < 60
