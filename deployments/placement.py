@@ -69,7 +69,8 @@ def without_room(teachers: Mapping[str, TeacherConfig], nodes: Sequence[Mapping[
     if asked > there:
         sentence = (
             f"teachers {', '.join(others)} together ask for {_count(asked, 'GPU')}, and on "
-            f"{_count(len(nodes), 'node')} there are {there:g}: some wait for a larger cluster (settings: num_gpus; num_replicas or autoscaling)"
+            f"{_count(len(nodes), 'node')} there are {there:g}: some wait for a larger cluster "
+            "(settings: num_gpus; num_replicas or autoscaling)"
         )
         found |= dict.fromkeys(others, sentence)
     return found
