@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deployments import pinning
+from deployments import pinning, placement
 from deployments.config import AppConfig, TeacherConfig
 from deployments.ingress import Ingress
 from deployments.teacher import Teacher
@@ -39,7 +39,7 @@ def build_app(config: AppConfig) -> Application:
         "admission_wait_s": limits.pop("admission_wait_s"),
         "limits": limits,
     }
-    return Ingress.bind(catalog, teachers)
+    return Ingress.bind(catalog, teachers, config.teachers)
 
 
 def deployment_name(teacher: str) -> str:
@@ -50,12 +50,11 @@ def deployment_name(teacher: str) -> str:
 def _teacher(name: str, config: TeacherConfig) -> Application:
     deployment = serve.deployment(
         name=deployment_name(name),
-        num_replicas=config.num_replicas,
         max_ongoing_requests=_MAX_CALLS,
-        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         request_router_config=RequestRouterConfig(request_router_class=pinning.PinnedRequestRouter),
         health_check_period_s=2,
         graceful_shutdown_timeout_s=20,
         logging_config={"enable_access_log": False},
+        **placement.deployment_options(config),
     )(Teacher)
     return deployment.bind(name, config.model_dump(exclude_defaults=True))

@@ -20,7 +20,8 @@ _TIMEOUT_S = 30.0
 
 class Catalog:
     """The teachers of an application, and what it takes in one call:
-    `{"default": name, "deployments": {teacher: deployment}, "limits": {fields of BatchLimits}, "admission_wait_s": s}`.
+    `{"default": name, "deployments": {teacher: deployment}, "limits": {fields of BatchLimits}, "admission_wait_s": s,
+    "without_room": {teacher: sentence}}`, the last of them in place of what `placement.without_room` finds.
 
     Args:
         app_name: the Serve application.
@@ -61,6 +62,10 @@ class Catalog:
             raise TeacherUnavailable(f"the ingress of application {self._app_name!r} did not answer in time")
         self._fresh_until = now() + _FRESH_S
         return self._known
+
+    def why_none(self, teacher: str) -> str:
+        """Why a teacher has no replica, where the ingress has found that the cluster has no room for it; else ""."""
+        return ((self._known or {}).get("without_room") or {}).get(teacher, "")
 
     async def _ask(self) -> dict[str, Any]:
         try:

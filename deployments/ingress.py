@@ -21,7 +21,9 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
 from starlette.exceptions import HTTPException
 
+from deployments import placement
 from deployments.actor import ensure_actor
+from deployments.config import TeacherConfig
 from deployments.http_door import (
     JSON,
     beside_the_loop,
@@ -44,6 +46,7 @@ from scoring.scores import LabelScores, MatrixScores
 logger = logging.getLogger("ray.serve")
 
 _ACTOR_CHECK_S = 10.0
+_ROOM_CHECK_S = 30.0
 _READY_FOR_S = 1.0  # how long the answer of /ready stands
 _READY_TIMEOUT_S = 5.0
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
@@ -60,14 +63,18 @@ class Ingress:
     Args:
         catalog: teachers and their deployments, as for `Router`.
         teachers: the Teacher deployments. Not used: binding them here makes them part of the application.
+        configs: the teachers' configurations.
     """
 
-    async def __init__(self, catalog: dict[str, Any], teachers: Mapping[str, Any]) -> None:
+    async def __init__(
+        self, catalog: dict[str, Any], teachers: Mapping[str, Any], configs: Mapping[str, TeacherConfig]
+    ) -> None:
         app_name = serve.get_replica_context().app_name
         self._catalog = catalog
         self._router = Router(app_name, catalog, serves_many=True)
         await asyncio.to_thread(ensure_actor, app_name)
         self._keeping = asyncio.create_task(self._keep_actor(app_name))
+        self._watching = asyncio.create_task(self._watch_room(configs))
 
     async def _keep_actor(self, app_name: str) -> None:
         """An actor that has left (it took a restart of Serve for the end, say) is created again."""
@@ -77,6 +84,18 @@ class Ingress:
                 await asyncio.to_thread(ensure_actor, app_name, replace=False)
             except Exception as error:
                 logger.warning("the named actor could not be created, it is tried again: %s", error)
+
+    async def _watch_room(self, configs: Mapping[str, TeacherConfig]) -> None:
+        """Which teachers the cluster has no room for: into the log, and into the catalog, from which Routers say it."""
+        while True:
+            try:
+                nodes = await asyncio.to_thread(placement.cluster_nodes)
+                self._catalog["without_room"] = placement.without_room(configs, nodes)
+            except Exception as error:
+                logger.warning("the cluster's nodes could not be listed, it is tried again: %s", error)
+            for sentence in set(self._catalog.get("without_room", {}).values()):
+                logger.warning("%s", sentence)
+            await asyncio.sleep(_ROOM_CHECK_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(lambda: self._router, BatchLimits(**self._catalog["limits"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from ray import serve
@@ -27,10 +28,16 @@ class ReplicaLost(Exception):
 
 
 class Replicas:
-    """The replicas of a teacher's deployment, as Serve's controller makes them known to this process."""
+    """The replicas of a teacher's deployment, as Serve's controller makes them known to this process.
 
-    def __init__(self, app_name: str, teacher: str, deployment: str) -> None:
+    Args:
+        app_name, teacher, deployment: the application, the teacher's name, and the deployment that serves it.
+        why_none: of a teacher, what is known of why it has no replica.
+    """
+
+    def __init__(self, app_name: str, teacher: str, deployment: str, why_none: Callable[[str], str]) -> None:
         self.teacher = teacher
+        self._why_none = why_none
         self._app_name, self._deployment = app_name, deployment
         self._known_handle: DeploymentHandle | None = None
 
@@ -47,7 +54,8 @@ class Replicas:
         asked = now()
         while not (running := self.running()):
             if now() >= deadline:
-                raise TeacherUnavailable(f"teacher {self.teacher!r} has no running replica (see `serve status`)")
+                none = f"teacher {self.teacher!r} has no running replica (see `serve status`)"
+                raise TeacherUnavailable(self._why_none(self.teacher) or none)
             if now() - asked > _HANDLE_PATIENCE_S:  # the handle may listen to a controller that is no more
                 self._known_handle = None
                 asked = now()

@@ -76,7 +76,10 @@ class Router:
         names = await self.names(timeout_s)
         infos = await asyncio.gather(*(self._info(name, deadline) for name in names))
         if not any(info["replicas"] for info in infos):
-            raise TeacherUnavailable(f"no replica of {', '.join(names)} answered within {timeout_s:g} s")
+            why = "".join(
+                f"; {sentence}" for sentence in sorted({self._catalog.why_none(name) for name in names} - {""})
+            )
+            raise TeacherUnavailable(f"no replica of {', '.join(names)} answered within {timeout_s:g} s{why}")
         return {name: {**info, "default": name == names[0]} for name, info in zip(names, infos, strict=True)}
 
     async def read_matrix(
@@ -191,7 +194,9 @@ class Router:
     def _lanes_of(self, teacher: str, catalog: Mapping[str, Any]) -> Lanes:
         deployment = catalog["deployments"][teacher]
         if (teacher, deployment) not in self._lanes:
-            self._lanes[teacher, deployment] = Lanes(Replicas(self._app_name, teacher, deployment))
+            self._lanes[teacher, deployment] = Lanes(
+                Replicas(self._app_name, teacher, deployment, self._catalog.why_none)
+            )
         return self._lanes[teacher, deployment]
 
     async def _info(self, teacher: str, deadline: float) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 from ray import serve
 
+from deployments.autoscaling import OUTSTANDING_TOKENS
 from deployments.config import DEMO_MODEL, TeacherConfig
 from deployments.cores import lease_cores
+from deployments.placement import engine_args
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.environment import prepare_engine_environment
 from scoring.scores import LabelScores, MatrixScores
@@ -52,7 +54,7 @@ class Teacher:
                 head_dtype=settings.head_dtype,
                 scores=settings.scores,
                 max_candidates=settings.max_candidates,
-                engine_args=settings.engine_args,
+                engine_args=engine_args(settings),
             )
         )
         self._processes = psutil.Process().children(recursive=True)
@@ -80,6 +82,10 @@ class Teacher:
         children = {p.pid: p.name() for p in psutil.Process().children(recursive=True)}
         cores = self._cores.cores if self._cores else ()
         return {"replica": _replica_id(), "pid": os.getpid(), "engine": children, "cores": cores}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks each replica for, where the teacher has `autoscaling`."""
+        return {OUTSTANDING_TOKENS: getattr(self, "outstanding_tokens", 0)}
 
     async def check_health(self) -> None:
         await self._engine.check_health()

@@ -44,6 +44,12 @@ def test_a_serve_yaml_names_only_options_that_serve_knows(path):
         AppConfig.model_validate(application.args)
 
 
+@pytest.mark.parametrize("path", FILES[1:], ids=lambda p: p.name)
+def test_a_configuration_for_gpus_says_that_none_has_seen_it(path):
+    comment = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
+    assert "Unproven on a GPU" in comment and f"serve run configs/{path.name}" in comment
+
+
 def test_a_misspelt_option_is_found():
     settings = {"applications": [{"name": "a", "import_path": "a:b", "deployments": [{"name": "D", "num_replica": 2}]}]}
     assert unknown_fields(settings, ServeDeploySchema) == ["applications.deployments.num_replica"]
