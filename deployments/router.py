@@ -241,7 +241,7 @@ class Router:
     ) -> Any:
         """The scores of one shard, or None when its replica was lost."""
         try:
-            return await self._call(
+            scores, _ = await self._call(
                 teacher,
                 replica,
                 method,
@@ -250,6 +250,7 @@ class Router:
                 timeout_s=deadline - _now(),
                 trace_headers=trace_headers,
             )
+            return scores
         except _LOST:
             return None
         except ScoringError as error:
