@@ -130,9 +130,9 @@ class Teacher:
 
     def __del__(self) -> None:
         # Serve calls it once the reads under way are answered, and then refuses others by itself.
-        self._stopping = True
         engine = getattr(self, "_engine", None)
-        if engine is not None:
+        if engine is not None and not self._stopping:
+            self._stopping = True
             engine.shutdown()
             self._kill_engine()
 

@@ -88,7 +88,8 @@ class ProgressMeter:
                 a while would blame its engine for steps that it has only not read yet.
         """
         now = self._clock()
-        self._silent_s = self._silent_s + min(now - self._looked, longest_s) if self._reads else 0.0
+        silent = min(now - max(self._looked, self._step_began), longest_s)
+        self._silent_s = self._silent_s + silent if self._reads else 0.0
         self._looked = now
 
     @property

@@ -103,6 +103,19 @@ def test_a_process_that_was_stopped_for_a_minute_does_not_blame_its_engine(engin
     assert not engine.meter.stalled
 
 
+def test_silence_begins_with_the_work_or_the_last_step_not_with_the_look_before(engine):
+    engine.time += 0.9
+    engine.meter.take(5)
+    engine.time += 0.1
+    engine.meter.look(1.0)
+    assert engine.meter.silent_s == pytest.approx(0.1)
+    engine.time += 0.7
+    engine.meter.step()
+    engine.time += 0.2
+    engine.meter.look(1.0)
+    assert engine.meter.silent_s == pytest.approx(0.2)
+
+
 def test_outstanding_work_is_counted_exactly(engine):
     settles = [engine.meter.take(tokens) for tokens in (3, 40, 500)]
     assert (engine.meter.now().outstanding_reads, engine.meter.now().outstanding_tokens) == (3, 543)

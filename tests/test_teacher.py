@@ -36,12 +36,12 @@ async def hosted_teacher(config: dict) -> AsyncIterator[Teacher]:
 @contextlib.asynccontextmanager
 async def teacher_of_a_wrong_engine(config: dict) -> AsyncIterator[Teacher]:
     """The same, of an engine that fails its self-test."""
-    from scoring import engine
+    from scoring import self_test
 
-    async def fail(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise SelfTestFailed("the engine contradicts itself")
 
-    engine.check_engine = fail
+    self_test.compare = fail
     async with hosted_teacher(config) as teacher:
         yield teacher
 
@@ -68,21 +68,18 @@ def teacher(start) -> Iterator[EngineProcess]:
     process.close()
 
 
-def engine_processes(name: str) -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.name() == name]
-
-
 # Admission, and what is outstanding.
 
 
 async def read_one_after_another(teacher: Teacher) -> list:
-    """What the reads returned, the last two of them while a long shard is under way, and the heartbeat after each."""
+    """What the reads returned, the last of them with a long shard behind it, and the heartbeat after each."""
     answers = [await teacher.read_matrix(SHORT, 60), await teacher.heartbeat()]
     answers += [await teacher.read_labels(LABEL, 60), await teacher.heartbeat()]
-    under_way = asyncio.create_task(teacher.read_matrix(LONG.select(range(4)), 60))
+    last = asyncio.create_task(teacher.read_matrix(SHORT, 60))
+    behind = asyncio.create_task(teacher.read_matrix(LONG.select(range(4)), 60))
     await asyncio.sleep(0)
-    answers += [await teacher.heartbeat(), await teacher.read_matrix(SHORT, 60)]
-    await under_way
+    answers += [await teacher.heartbeat(), await last]
+    await behind
     return [*answers, await teacher.heartbeat()]
 
 
@@ -91,7 +88,7 @@ def test_every_answer_says_how_many_tokens_are_outstanding_and_the_heartbeat_how
     assert (one[0].errors, one[1], two[0].errors, two[1]) == ({}, 0, {}, 0)
     assert set(after_one) == {"steps", "since_last_step_s", "longest_step_s", "outstanding_tokens"}
     assert after_one["outstanding_tokens"] == after_two["outstanding_tokens"] == after["outstanding_tokens"] == 0
-    assert during["outstanding_tokens"] == 800
+    assert during["outstanding_tokens"] == 805
     assert 0 < three[1] <= 800
     assert after_two["steps"] == after_one["steps"] + 1
     assert after["steps"] >= after_two["steps"] + 800 // 64
@@ -198,10 +195,13 @@ def test_a_health_check_does_not_wait_behind_reads(teacher):
 
 
 async def stop_the_worker_under_load(teacher: Teacher) -> None:
-    teacher.under_way = asyncio.create_task(teacher.read_matrix(LONG.select(range(5)), 60))
-    await asyncio.sleep(0.1)
-    (worker,) = engine_processes("VLLM::Worker")
+    (worker,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "VLLM::Worker"]
+    steps = teacher._engine.progress().steps
+    teacher.under_way = asyncio.create_task(teacher.read_matrix(LONG, 60))
+    while teacher._engine.progress().steps == steps:
+        await asyncio.sleep(0.001)
     worker.suspend()
+    assert teacher.outstanding_tokens
 
 
 def test_a_replica_whose_engine_hangs_ends_with_all_processes_of_the_engine(start):
