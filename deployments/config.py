@@ -52,6 +52,9 @@ class TeacherConfig(BaseModel):
     """`logits` answers raw logits in place of log-probabilities, everywhere."""
     max_candidates: int = Field(default=1024, ge=1)
     """Largest K of a read."""
+    max_outstanding_tokens: int | None = Field(default=None, ge=1)
+    """Tokens (prompt and response) of unanswered reads that one replica takes; a shard beyond them is refused with
+    `Overloaded`, unless it is alone. Default: 64 engine steps (64 x max_num_batched_tokens)."""
     num_replicas: int = Field(default=1, ge=1)
     """Replicas, each with one engine."""
     autoscaling: AutoscalingConfig | None = None

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -22,11 +23,14 @@ from deployments.cores import lease_cores
 from deployments.placement import engine_args
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.environment import prepare_engine_environment
+from scoring.errors import Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
 
 logger = logging.getLogger("ray.serve")
 
 _ENGINE_CHECK_S = 0.25
+_OUTSTANDING_STEPS = 64
+_LEAST_RETRY_S = 0.05
 
 
 class Teacher:
@@ -37,7 +41,7 @@ class Teacher:
         config: the fields of its `TeacherConfig`.
     """
 
-    def __init__(self, name: str, config: dict[str, Any]) -> None:
+    async def __init__(self, name: str, config: dict[str, Any]) -> None:  # Serve awaits it, on the replica's loop
         settings = TeacherConfig.model_validate(config)
         self._cores = None if settings.num_gpus else lease_cores(settings.cpu_cores)
         cores = self._cores.cores if self._cores else ()
@@ -57,21 +61,60 @@ class Teacher:
                 engine_args=engine_args(settings),
             )
         )
+        up = time.monotonic()
+        self._step_tokens = self._engine.info().max_batched_tokens
+        self._max_outstanding_tokens = settings.max_outstanding_tokens or _OUTSTANDING_STEPS * self._step_tokens
         self._processes = psutil.Process().children(recursive=True)
         threading.Thread(target=self._leave_with_engine, name="engine-watch", daemon=True).start()
-        logger.info("teacher %s is ready after %.1f s on cores %s", name, time.monotonic() - started, cores or "-")
+        logger.addFilter(_without_traceback)
+        try:
+            await self._engine.self_test()
+        except BaseException:
+            self.__del__()
+            raise
+        self._engine.watch()
+        logger.info(
+            "teacher %s is ready after %.1f s (self-test %.1f s) on cores %s",
+            name,
+            time.monotonic() - started,
+            time.monotonic() - up,
+            cores or "-",
+        )
 
     async def read_matrix(
         self, batch: MatrixBatch, timeout_s: float, trace_headers: Mapping[str, str] | None = None
-    ) -> MatrixScores:
-        """Answer a shard; see `TeacherEngine.read_matrix`."""
-        return await self._engine.read_matrix(batch, timeout_s=timeout_s, trace_headers=trace_headers)
+    ) -> tuple[MatrixScores, int]:
+        """Answer a shard; see `TeacherEngine.read_matrix`.
+
+        Returns:
+            The scores, and the tokens that are outstanding here without this shard.
+
+        Raises:
+            Overloaded: with the shard, more than `max_outstanding_tokens` would be outstanding, and it is not alone.
+            TeacherUnavailable: the replica is shutting down.
+        """
+        self._admit(batch)
+        scores = await self._engine.read_matrix(batch, timeout_s=timeout_s, trace_headers=trace_headers)
+        return scores, self.outstanding_tokens
 
     async def read_labels(
         self, batch: LabelBatch, timeout_s: float, trace_headers: Mapping[str, str] | None = None
-    ) -> LabelScores:
-        """Answer a shard; see `TeacherEngine.read_labels`."""
-        return await self._engine.read_labels(batch, timeout_s=timeout_s, trace_headers=trace_headers)
+    ) -> tuple[LabelScores, int]:
+        """Answer a shard; see `TeacherEngine.read_labels`. Returns and raises as `read_matrix` does."""
+        self._admit(batch)
+        scores = await self._engine.read_labels(batch, timeout_s=timeout_s, trace_headers=trace_headers)
+        return scores, self.outstanding_tokens
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Prompt and response tokens of the reads that are not answered yet."""
+        return self._engine.progress().outstanding_tokens
+
+    async def heartbeat(self) -> dict[str, Any]:
+        """The engine's steps (`steps`, `since_last_step_s`, `longest_step_s`) and `outstanding_tokens`."""
+        progress = asdict(self._engine.progress())
+        del progress["outstanding_reads"]
+        return progress
 
     async def info(self) -> dict[str, Any]:
         """The fields of `TeacherInfo`."""
@@ -88,32 +131,63 @@ class Teacher:
         return {OUTSTANDING_TOKENS: getattr(self, "outstanding_tokens", 0)}
 
     async def check_health(self) -> None:
+        """Raise when the engine is dead, makes no steps, or failed the last canary read. Never waits."""
         await self._engine.check_health()
 
     def __del__(self) -> None:
-        self._stopping = True
+        # Serve calls it once the reads under way are answered, and then refuses others by itself.
         engine = getattr(self, "_engine", None)
-        if engine is not None:
+        if engine is not None and not self._stopping:
+            self._stopping = True
             engine.shutdown()
+            self._kill_engine()
+
+    def _admit(self, batch: MatrixBatch | LabelBatch) -> None:
+        """Raise unless the shard may go to the engine. Nothing is awaited between this and its being counted."""
+        if self._stopping:
+            raise TeacherUnavailable("the replica is shutting down")
+        tokens, progress = int(batch.tokens().sum()), self._engine.progress()
+        excess = tokens + progress.outstanding_tokens - self._max_outstanding_tokens
+        if excess > 0 and progress.outstanding_tokens:
+            steps = min(excess, progress.outstanding_tokens) / self._step_tokens
+            raise Overloaded(
+                f"{tokens} tokens beside the {progress.outstanding_tokens} outstanding; this replica takes at most "
+                f"{self._max_outstanding_tokens} (the teacher's setting max_outstanding_tokens)",
+                retry_after_s=round(max(steps * progress.longest_step_s, _LEAST_RETRY_S), 3),
+                outstanding_tokens=progress.outstanding_tokens,
+            )
 
     def _leave_with_engine(self) -> None:
-        """End this process as soon as its engine is dead.
+        """End this process as soon as its engine is dead or hangs.
 
         A live replica with a dead engine would take reads and fail them until Serve's health checks gave up on it.
         """
-        while not self._engine.dead:
+        while not (self._engine.dead or self._engine.stalled):
             time.sleep(_ENGINE_CHECK_S)
         if self._stopping:
             return
-        logger.error("the engine of this replica has died; the replica leaves and Serve starts another")
+        how = "has died" if self._engine.dead else "makes no steps"
+        logger.error("the engine of this replica %s; the replica leaves and Serve starts another", how)
         try:
-            for process in {*self._processes, *psutil.Process().children(recursive=True)}:
-                with contextlib.suppress(psutil.Error):  # it has ended by itself
-                    # Multiprocessing's tracker is spared: it gives shared memory back, and leaves after this process.
-                    if "resource_tracker" not in " ".join(process.cmdline()):
-                        process.kill()
+            self._kill_engine()
         finally:
             os._exit(1)
+
+    def _kill_engine(self) -> None:
+        """SIGKILL for all processes of the engine: a stopped one never sees SIGTERM."""
+        for process in {*self._processes, *psutil.Process().children(recursive=True)}:
+            with contextlib.suppress(psutil.Error):  # it has ended by itself
+                # Multiprocessing's tracker is spared: it gives shared memory back, and leaves after this process.
+                if "resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Serve logs a traceback for every call that raises; for errors raised on purpose their sentence is enough."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ScoringError):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()} {type(error).__name__}: {error}", (), None
+    return True
 
 
 def _replica_id() -> str:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import vllm
 from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig
 from vllm.entrypoints.generate.label_reads import next_token_label_reads
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
 from vllm.inputs import tokens_input
@@ -27,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.checkpoint import checkpoint_dtype, checkpoint_hash, tokenizer_hash
@@ -43,13 +45,20 @@ from scoring.errors import (
 )
 from scoring.ids import PAD
 from scoring.limits import TeacherLimits
+from scoring.progress import Progress, ProgressMeter
 from scoring.reads import LabelRead, MatrixRead
 from scoring.scores import NO_TOKEN, LabelScores, MatrixScores, ReadMeta
+from scoring.self_test import check_engine
 from scoring.vllm_extension.guard import refuse_unreplaced, refuse_unreplaced_options
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
+_LOOK_S = 0.25  # how often a watched engine is looked at
+_LONGEST_LOOK_S = 1.0
+_CANARY_AFTER_S = 10.0
+_SELF_TEST_TOKENS = 2048  # on a CPU: a second or two of a small teacher
+_SELF_TEST_TOKENS_GPU = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -120,14 +129,20 @@ class TeacherEngine:
         self._checkpoint = checkpoint_hash(settings.model)  # also finds out, before anything starts, if there is one
         self._tokenizer = tokenizer_hash(settings.model)
         self._serial = itertools.count()
+        self._meter = ProgressMeter()
+        self._watch: asyncio.Task | None = None
+        self._canary: asyncio.Task | None = None
+        self._canary_error: ScoringError | None = None
         # The usage context chooses vLLM's defaults for steps: a server's are twice an embedded engine's.
         context = UsageContext.OPENAI_API_SERVER
         args = AsyncEngineArgs(**engine_arguments(settings))
         config = args.create_engine_config(context)
+        check_config(config)
         refuse_unreplaced_options(config)
         self._llm = AsyncLLM.from_vllm_config(
             config,
             usage_context=context,
+            stat_loggers=[lambda config, _: _StepReport(config, self._meter)],
             disable_log_stats=args.disable_log_stats,
             enable_log_requests=args.enable_log_requests,
         )
@@ -174,7 +189,7 @@ class TeacherEngine:
             timeout_s: seconds left; what is not answered by then is aborted and fails with `DeadlineExceeded`.
             trace_headers: W3C trace context, handed to vLLM (which keeps it only with an OTLP endpoint set).
         """
-        answers = await self._gather(len(batch), lambda i: self._matrix(batch[i], trace_headers), timeout_s)
+        answers = await self._gather(batch.tokens(), lambda i: self._matrix(batch[i], trace_headers), timeout_s)
         return MatrixScores(
             **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
             **_ragged("rows", "row_offsets", [a.rows for a in answers], np.int64),
@@ -190,33 +205,103 @@ class TeacherEngine:
         trace_headers: Mapping[str, str] | None = None,
     ) -> LabelScores:
         """Answer a batch of label reads; arguments and failures as for `read_matrix`."""
-        answers = await self._gather(len(batch), lambda i: self._label(batch[i], trace_headers), timeout_s)
+        answers = await self._gather(batch.tokens(), lambda i: self._label(batch[i], trace_headers), timeout_s)
         return LabelScores(
             **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
             **self._columns(answers),
         )
 
+    async def self_test(self) -> None:
+        """Ask the engine a few reads that must agree, before anybody else does: see `scoring.self_test`.
+
+        They also tell how long a full step may take, which is how long the engine may be silent.
+
+        Raises:
+            SelfTestFailed: they do not; the engine must not serve.
+        """
+        scheduler = self._llm.vllm_config.scheduler_config
+        step, threshold = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold
+        seconds_per_token = await check_engine(
+            self,
+            chunk=min(step, threshold or step),
+            budget=_SELF_TEST_TOKENS if current_platform.is_cpu() else _SELF_TEST_TOKENS_GPU,
+            float32=self._dtype == "float32",
+        )
+        self._meter.expect_step(step * seconds_per_token)
+
+    def watch(self) -> None:
+        """Look at the engine's progress from now on, and ask it a label read now and then while it is idle.
+
+        Call it in the event loop that its reads run in. Ends with `shutdown`.
+        """
+        self._watch = asyncio.create_task(self._look())
+
+    def progress(self) -> Progress:
+        """The engine's steps and its outstanding work, now."""
+        return self._meter.now()
+
     async def check_health(self) -> None:
-        """Raise `EngineDead` when the engine's process is known to be gone."""
+        """The verdict of now; asks the engine nothing and never waits.
+
+        Raises:
+            EngineDead: the engine's process is gone, or work is outstanding and no step has come for too long.
+            ScoringError: what the last canary read failed with.
+        """
         with _vllm_errors():
             await self._llm.check_health()
+        if self.stalled:
+            progress = self._meter.now()
+            raise EngineDead(
+                f"the engine has made no step for {progress.since_last_step_s:.1f} s while "
+                f"{progress.outstanding_reads} reads are outstanding; after {self._meter.bound_s:.1f} s it counts as "
+                f"dead (the longest step took {progress.longest_step_s:.1f} s)"
+            )
+        if self._canary_error is not None:
+            raise self._canary_error
 
     @property
     def dead(self) -> bool:
         """Whether the engine's process is gone for good."""
         return self._llm.errored
 
+    @property
+    def stalled(self) -> bool:
+        """Whether a watched engine has work and makes no steps: it hangs, or one of its processes is stopped."""
+        return self._meter.stalled
+
     def shutdown(self) -> None:
         """End the engine's processes. Does not wait for reads under way: stop admitting first.
 
         On a CPU they hold nothing that must be put away, and by themselves they would take 10 s: they are ended.
         """
+        if self._watch is not None:
+            self._watch.cancel()
         self._llm.shutdown(timeout=0.5 if current_platform.is_cpu() else None)
 
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._meter.look(_LONGEST_LOOK_S)
+            progress = self._meter.now()
+            # A canary is outstanding itself, so there is one at a time.
+            if not progress.outstanding_reads and progress.since_last_step_s > _CANARY_AFTER_S and not self.dead:
+                self._canary = asyncio.create_task(self._read_canary())
+
+    async def _read_canary(self) -> None:
+        """One label read of an idle engine, which finds out that it hangs before a caller does.
+
+        By its deadline the engine has long counted as stalled, if it makes no steps.
+        """
+        scores = await self.read_labels(LabelBatch.from_reads([LabelRead([0], [0])]), timeout_s=2 * self._meter.bound_s)
+        self._canary_error = scores.errors.get(0)
+
     async def _gather(
-        self, count: int, answer: Callable[[int], Awaitable[_Answer]], timeout_s: float | None
+        self, costs: np.ndarray, answer: Callable[[int], Awaitable[_Answer]], timeout_s: float | None
     ) -> list[_Answer]:
-        """All answers at once, each failure an `_Answer` of its own; cancelled as a whole when the caller is."""
+        """All answers at once, each failure an `_Answer` of its own; cancelled as a whole when the caller is.
+
+        Read i counts with `costs[i]` tokens as outstanding until its answer is there, from before anything is awaited.
+        """
 
         async def one(i: int) -> _Answer:
             try:
@@ -234,7 +319,10 @@ class TeacherEngine:
 
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(i)) for i in range(count)]
+            tasks = [group.create_task(one(i)) for i in range(len(costs))]
+            for task, tokens in zip(tasks, costs.tolist(), strict=True):
+                # Not in `one`: a task that is cancelled before it begins never runs.
+                task.add_done_callback(self._meter.take(tokens))
         return [task.result() for task in tasks]
 
     async def _matrix(self, read: MatrixRead, trace_headers: Mapping[str, str] | None) -> _Answer:
@@ -459,6 +547,33 @@ _REFUSED = {
 }
 
 
+def check_config(config: VllmConfig) -> None:
+    """Refuse what makes scores wrong and came in by another way than `engine_args`: an option that implies it, or the
+    environment.
+
+    Raises:
+        RefusedSettings: naming all of it.
+    """
+    size = config.parallel_config.data_parallel_size
+    mode = config.model_config.logprobs_mode
+    found = {
+        "the V1 model runner (VLLM_USE_V2_MODEL_RUNNER): the matrix read exists in V2 only": (
+            not config.use_v2_model_runner
+        ),
+        f"data_parallel_size = {size} (VLLM_DP_SIZE): replicas are Ray Serve's (the teacher's setting num_replicas)": (
+            size != 1
+        ),
+        f"speculative_config: {_REFUSED['speculative_config']}": config.speculative_config is not None,
+        f"kv_transfer_config (kv_offloading_size sets it): {_REFUSED['kv_transfer_config']}": (
+            config.kv_transfer_config is not None
+        ),
+        f"logprobs_mode = {mode!r}: {_REFUSED['logprobs_mode']}": mode not in ("raw_logprobs", "raw_logits"),
+    }
+    refused = [what for what, there in found.items() if there]
+    if refused:
+        raise RefusedSettings(f"the engine would run with {'; with '.join(refused)}")
+
+
 def check_matrix_answer(values: Any, columns: np.ndarray) -> np.ndarray:
     """`values` when it is the answer to `columns` (int32 [rows, 1 + K]): float32 of that shape, without NaN.
 
@@ -492,6 +607,21 @@ def check_label_answer(values: list[float]) -> np.ndarray:
     if np.isnan(scores).any():
         raise WrongEngineAnswer(f"the engine returned NaN for label {int(np.flatnonzero(np.isnan(scores))[0])}")
     return scores
+
+
+class _StepReport(StatLoggerBase):
+    """Tells a meter of every step: vLLM reports the scheduler's state to its stat loggers after each, with output or
+    without."""
+
+    def __init__(self, vllm_config: VllmConfig, meter: ProgressMeter) -> None:
+        self._meter = meter
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **others: Any) -> None:
+        if scheduler_stats is not None:
+            self._meter.step()
+
+    def log_engine_initialized(self) -> None:
+        pass
 
 
 class _UnlessAborted:

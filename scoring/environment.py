@@ -22,12 +22,19 @@ def prepare_engine_environment(cpu_cores: Sequence[int] = ()) -> None:
             GPU machine it has no meaning).
 
     Raises:
-        RefusedSettings: the environment keeps this project's entry points out of vLLM's processes.
+        RefusedSettings: the environment keeps this project's entry points out of vLLM's processes, or asks for its
+            V1 model runner.
         RuntimeError: vLLM is imported already, so that a setting would come too late.
     """
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _PLUGIN not in plugins.split(","):
         raise RefusedSettings(f"VLLM_PLUGINS is {plugins!r}; name {_PLUGIN} in it too, or unset it")
+    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if runner not in (None, "1"):
+        raise RefusedSettings(
+            f"VLLM_USE_V2_MODEL_RUNNER is {runner!r}; unset it or set it to 1: only vLLM's V2 model runner has the "
+            "matrix read"
+        )
     if cpu_cores:
         for name in ("TRITON_BACKENDS_IN_TREE", "TRITON_DEFAULT_BACKEND"):
             if os.environ.get(name):

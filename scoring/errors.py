@@ -114,6 +114,10 @@ class WrongEngineAnswer(ScoringError):
     """The engine answered with something that is not the answer to the read: never passed on, never padded."""
 
 
+class SelfTestFailed(WrongEngineAnswer):
+    """The engine contradicts itself over reads that must agree: it does not begin to serve."""
+
+
 class RefusedSettings(ScoringError, ValueError):
     """A configuration this project refuses to start with, because scores under it would be wrong or lost."""
 
@@ -132,6 +136,7 @@ _BY_NAME = {
         EngineDead,
         DeadlineExceeded,
         WrongEngineAnswer,
+        SelfTestFailed,
         RefusedSettings,
     )
 }

@@ -13,7 +13,7 @@ import inspect
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,18 @@ ANSWER_S = 120
 SHUTDOWN_S = 30
 
 
+@contextlib.asynccontextmanager
+async def hosted_engine(settings: EngineSettings) -> AsyncIterator[TeacherEngine]:
+    """The engine that a process hosts."""
+    from scoring.engine import TeacherEngine
+
+    engine = TeacherEngine(settings)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
 class EngineProcess:
     """An engine on one core. Comes up in the background: the first call waits for it.
 
@@ -40,9 +52,16 @@ class EngineProcess:
         settings: what the engine is started with.
         core: the logical core its threads are bound to.
         log: a file for what its processes print; its end is shown when they fail.
+        host: gives what takes the engine's place in calls, made of `settings`.
     """
 
-    def __init__(self, settings: EngineSettings, core: int, log: Path) -> None:
+    def __init__(
+        self,
+        settings: Any,
+        core: int,
+        log: Path,
+        host: Callable[[Any], contextlib.AbstractAsyncContextManager] = hosted_engine,
+    ) -> None:
         self.core, self.log = core, log
         self._connection, theirs = Pipe()
         with log.open("wb") as output:
@@ -57,7 +76,7 @@ class EngineProcess:
             )
         theirs.close()
         self._tree: list[psutil.Process] = []
-        self._connection.send(settings)
+        self._connection.send((host, settings))
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(engine, *args, **kwargs)` returns in the engine's process, awaited there if need be.
@@ -181,19 +200,15 @@ async def _serve(engine: TeacherEngine, connection: Connection) -> None:
 
 
 async def _main(connection: Connection) -> None:
-    settings = connection.recv()
-    from scoring.engine import TeacherEngine
-
-    try:
-        engine = TeacherEngine(settings)
-    except Exception as error:
-        connection.send((None, error))
-        raise
-    try:
+    host, settings = connection.recv()
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            engine = await stack.enter_async_context(host(settings))
+        except Exception as error:
+            connection.send((None, error))
+            raise
         connection.send((None, None))
         await _serve(engine, connection)
-    finally:
-        engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -5,13 +5,23 @@ import dataclasses
 import time
 
 import numpy as np
+import psutil
 import pytest
 from vllm import AsyncEngineArgs
 
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
-from scoring.engine import EngineSettings, TeacherEngine, check_label_answer, check_matrix_answer, engine_arguments
+from scoring import engine as engine_module
+from scoring.engine import (
+    EngineSettings,
+    TeacherEngine,
+    check_config,
+    check_label_answer,
+    check_matrix_answer,
+    engine_arguments,
+)
 from scoring.errors import (
     DeadlineExceeded,
+    EngineDead,
     InvalidRead,
     NotYetSupported,
     Overloaded,
@@ -71,6 +81,58 @@ def test_settings_without_candidates_or_with_overrides_that_cannot_be_merged_are
         engine_arguments(EngineSettings("model", max_candidates=0))
     with pytest.raises(RefusedSettings, match="hf_overrides must be a mapping beside head_dtype"):
         engine_arguments(EngineSettings("model", head_dtype="float32", engine_args={"hf_overrides": "a function"}))
+
+
+@pytest.fixture(scope="module")
+def make_config(tiny_path):
+    """vLLM's own configuration of a tiny engine with these engine arguments."""
+
+    def make(**engine_args):
+        settings = EngineSettings(str(tiny_path), engine_args={"kv_cache_memory_bytes": 64 << 20, **engine_args})
+        return AsyncEngineArgs(**engine_arguments(settings)).create_engine_config()
+
+    return make
+
+
+def test_a_configuration_that_vllm_made_of_good_arguments_is_not_refused(make_config):
+    check_config(make_config())
+
+
+def test_a_kv_connector_that_another_argument_implies_is_refused(make_config):
+    with pytest.raises(RefusedSettings, match=r"kv_transfer_config \(kv_offloading_size sets it\): KV connectors"):
+        check_config(make_config(kv_offloading_size=0.1))
+
+
+def test_the_v1_runner_is_refused_when_the_environment_asks_for_it(make_config, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(
+        RefusedSettings, match=r"the V1 model runner \(VLLM_USE_V2_MODEL_RUNNER\): the matrix read exists"
+    ):
+        check_config(make_config())
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "words"),
+    [
+        (
+            "parallel_config",
+            "data_parallel_size",
+            2,
+            r"data_parallel_size = 2 \(VLLM_DP_SIZE\): replicas are Ray Serve's",
+        ),
+        (
+            "model_config",
+            "logprobs_mode",
+            "processed_logprobs",
+            "logprobs_mode = 'processed_logprobs': it follows from",
+        ),
+    ],
+)
+def test_what_changed_on_the_way_to_the_configuration_is_refused(make_config, part, name, value, words):
+    config = make_config()
+    setattr(getattr(config, part), name, value)
+    with pytest.raises(RefusedSettings, match=words):
+        check_config(config)
 
 
 def test_every_other_engine_argument_passes_through():
@@ -506,3 +568,102 @@ def test_what_vllms_own_queue_does_not_take_may_be_sent_again(tiny, method, batc
     assert {type(error) for error in scores.errors.values()} == {Overloaded}
     assert len(scores.errors) == 28
     assert all(error.details["retry_after_s"] > 0 for error in scores.errors.values())
+
+
+# Progress and health. The functions run in the engine's process.
+
+
+async def stop_a_process(engine: TeacherEngine, name: str, idle: bool) -> tuple:
+    """Stop a process of the engine until it counts as dead, with reads under way or with none but a canary.
+
+    Returns what health said then, after how many seconds, and what the reads ended with once it ran again.
+    """
+    (victim,) = [p for p in psutil.Process().children(recursive=True) if p.name() == name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_CANARY_AFTER_S", 0.1 if idle else 3600)
+        patch.setattr(engine._meter, "patience_s", 2.0)
+        patch.setattr(engine._meter, "_longest_step_s", 0.0)
+        engine.watch()
+        task = asyncio.create_task(engine.read_matrix(MANY_MATRIX_READS if not idle else MatrixBatch.from_reads([])))
+        await asyncio.sleep(0.05)
+        await engine.check_health()
+        victim.suspend()
+        started, verdict = time.monotonic(), None
+        try:
+            while verdict is None and time.monotonic() < started + 10:
+                await asyncio.sleep(0.05)
+                try:
+                    await engine.check_health()
+                except EngineDead as error:
+                    verdict = error
+        finally:
+            waited = time.monotonic() - started
+            victim.resume()
+        scores = await task
+        while engine.progress().outstanding_reads:
+            await asyncio.sleep(0.01)
+        await engine.check_health()
+        engine._watch.cancel()
+    return verdict, waited, scores
+
+
+@pytest.mark.parametrize(
+    ("name", "idle"), [("VLLM::EngineCore", False), ("VLLM::Worker", False), ("VLLM::Worker", True)]
+)
+def test_an_engine_that_hangs_is_found_out_by_its_reads_or_by_a_canary(tiny, good_scores, name, idle):
+    verdict, waited, scores = tiny.call(stop_a_process, name, idle)
+    assert "the engine has made no step for 2." in str(verdict)
+    assert ("while 1 reads" in str(verdict)) == idle
+    assert 2.0 <= waited < 3.5
+    assert not scores.errors
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)])[0], good_scores)
+
+
+async def steps_of(engine: TeacherEngine, read: MatrixRead) -> tuple[int, int]:
+    """Steps that the engine makes for a read, as its progress counts them; and reads outstanding in the middle."""
+    before = engine.progress().steps
+    task = asyncio.create_task(engine.read_matrix(MatrixBatch.from_reads([read])))
+    await asyncio.sleep(0)
+    outstanding = engine.progress().outstanding_reads
+    await task
+    return engine.progress().steps - before, outstanding
+
+
+def test_every_step_is_counted_also_those_that_give_no_output(tiny):
+    assert tiny.call(steps_of, MatrixRead(ids(200), ids(100))) == (5, 1)  # 300 tokens, 64 a step
+
+
+async def steps_while_idle(engine: TeacherEngine) -> tuple[int, int]:
+    """Steps within a second of an idle engine that is watched and is asked a canary every 0.3 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_CANARY_AFTER_S", 0.3)
+        engine.watch()
+        before = engine.progress().steps
+        await asyncio.sleep(1.2)
+        engine._watch.cancel()
+        await asyncio.sleep(0.2)
+        await engine.check_health()
+    return engine.progress().steps - before, engine.progress().outstanding_tokens
+
+
+def test_an_idle_engine_is_asked_a_canary_now_and_then(tiny):
+    steps, outstanding = tiny.call(steps_while_idle)
+    assert 1 <= steps <= 5
+    assert outstanding == 0
+
+
+async def health_after_a_wrong_canary(engine: TeacherEngine) -> tuple:
+    """What health says after a canary that failed, and after one that did not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "check_label_answer", lambda values: check_label_answer([float("nan")]))
+        await engine._read_canary()
+    wrong = (await asyncio.gather(engine.check_health(), return_exceptions=True))[0]
+    await engine._read_canary()
+    return wrong, await engine.check_health()
+
+
+def test_a_canary_that_is_answered_wrong_is_a_matter_of_health(tiny):
+    wrong, right = tiny.call(health_after_a_wrong_canary)
+    assert type(wrong) is WrongEngineAnswer
+    assert "NaN" in str(wrong)
+    assert right is None

@@ -35,6 +35,14 @@ def test_what_keeps_our_entry_points_out_is_refused_by_name(name, value):
     assert f"RefusedSettings: {name} is '{value}'" in refused.stderr
 
 
+@pytest.mark.parametrize("value", ["0", "false", ""])
+def test_the_v1_runner_is_refused(value):
+    refused = run(SHOW, VLLM_USE_V2_MODEL_RUNNER=value)
+    assert refused.returncode == 1
+    assert f"RefusedSettings: VLLM_USE_V2_MODEL_RUNNER is '{value}'; unset it" in refused.stderr
+    assert run(SHOW, VLLM_USE_V2_MODEL_RUNNER="1").returncode == 0
+
+
 def test_a_setting_that_comes_after_vllm_is_an_error():
     late = run("import sys, types; sys.modules['vllm'] = types.ModuleType('vllm'); " + SHOW)
     assert "vLLM is imported before VLLM_USE_V2_MODEL_RUNNER" in late.stderr

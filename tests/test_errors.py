@@ -32,6 +32,7 @@ STATUSES = {
     "EngineDead": 503,
     "DeadlineExceeded": 504,
     "WrongEngineAnswer": 500,
+    "SelfTestFailed": 500,
     "RefusedSettings": 500,
 }
 

@@ -28,6 +28,15 @@ async def read_while_a_process_dies(engine: TeacherEngine, name: str, batch: Mat
     return await task, time.monotonic() - started
 
 
+async def read_much_after(engine: TeacherEngine) -> list:
+    """What 50 reads of a dead engine end with, one after the other and at once, and 10 health checks."""
+    batch = MatrixBatch.from_reads([MatrixRead([5], [6])])
+    one_by_one = [await engine.read_matrix(batch) for _ in range(25)]
+    at_once = await asyncio.gather(*(engine.read_matrix(batch) for _ in range(25)))
+    await asyncio.gather(*(engine.check_health() for _ in range(10)), return_exceptions=True)
+    return [type(scores[0]) for scores in (*one_by_one, *at_once)]
+
+
 async def read_after(engine: TeacherEngine) -> tuple:
     """Answers of both kinds, and whether the engine knows that it is dead."""
     matrix = await engine.read_matrix(MatrixBatch.from_reads([MatrixRead([5], [6])]))
@@ -48,5 +57,7 @@ def test_reads_of_an_engine_that_dies_fail_with_engine_dead(engines, engine, nam
     *after, dead = engine.call(read_after)
     assert [type(scores[0]) for scores in after] == [EngineDead] * 2
     assert dead
+    assert engine.call(read_much_after) == [EngineDead] * 50
+    assert engine.log.read_text().count("Traceback (most recent call last)") <= 1
     with pytest.raises(EngineDead):
         engine.call(TeacherEngine.check_health)
