@@ -117,8 +117,8 @@ class Teacher:
         return progress
 
     async def info(self) -> dict[str, Any]:
-        """The fields of `TeacherInfo`."""
-        return self._engine.info().to_dict()
+        """The fields of `TeacherInfo`, and `max_outstanding_tokens`."""
+        return {**self._engine.info().to_dict(), "max_outstanding_tokens": self._max_outstanding_tokens}
 
     async def placement(self) -> dict[str, Any]:
         """Where this replica runs: process ids and cores. For operators and tests."""
@@ -128,7 +128,7 @@ class Teacher:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve asks each replica for, where the teacher has `autoscaling`."""
-        return {OUTSTANDING_TOKENS: getattr(self, "outstanding_tokens", 0)}
+        return {OUTSTANDING_TOKENS: self.outstanding_tokens}
 
     async def check_health(self) -> None:
         """Raise when the engine is dead, makes no steps, or failed the last canary read. Never waits."""
