@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from deployments.replica_calls import POLL_S, ReplicaLost, Replicas, now
+from scoring.adapters import Adapter
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
@@ -45,6 +46,7 @@ class Call:
         batch: the reads.
         deadline: on the event loop's clock.
         trace_headers: for the engine.
+        adapters: those that its reads name as their teacher.
         bounded: refuse what exceeds the replicas' `max_outstanding_tokens` here, instead of letting it wait.
     """
 
@@ -55,10 +57,11 @@ class Call:
         batch: MatrixBatch | LabelBatch,
         deadline: float,
         trace_headers: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
         bounded: bool = False,
     ) -> None:
         self.answer, self.method, self.batch, self.deadline = answer, method, batch, deadline
-        self.trace_headers, self.bounded = trace_headers, bounded
+        self.trace_headers, self.adapters, self.bounded = trace_headers, adapters, bounded
         self.tokens, self.costs = batch.tokens(), batch.costs()  # int64 [N] each
         self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self.tasks: set[asyncio.Task] = set()  # its chunks under way
@@ -327,6 +330,7 @@ class Lanes:
                 call.batch.select(chunk.reads),
                 timeout_s=max(call.deadline - now(), 0.001),
                 trace_headers=call.trace_headers,
+                adapters=call.adapters,
             )
         except Overloaded as error:
             lane.refuses_until = now() + _REFUSAL_S

@@ -21,6 +21,7 @@ from deployments.autoscaling import OUTSTANDING_TOKENS
 from deployments.config import DEMO_MODEL, TeacherConfig
 from deployments.cores import lease_cores
 from deployments.placement import engine_args
+from scoring.adapters import Adapter
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.environment import prepare_engine_environment
 from scoring.errors import Overloaded, ScoringError, TeacherUnavailable
@@ -82,7 +83,11 @@ class Teacher:
         )
 
     async def read_matrix(
-        self, batch: MatrixBatch, timeout_s: float, trace_headers: Mapping[str, str] | None = None
+        self,
+        batch: MatrixBatch,
+        timeout_s: float,
+        trace_headers: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> tuple[MatrixScores, int]:
         """Answer a shard; see `TeacherEngine.read_matrix`.
 
@@ -94,15 +99,23 @@ class Teacher:
             TeacherUnavailable: the replica is shutting down.
         """
         self._admit(batch)
-        scores = await self._engine.read_matrix(batch, timeout_s=timeout_s, trace_headers=trace_headers)
+        scores = await self._engine.read_matrix(
+            batch, timeout_s=timeout_s, trace_headers=trace_headers, adapters=adapters
+        )
         return scores, self.outstanding_tokens
 
     async def read_labels(
-        self, batch: LabelBatch, timeout_s: float, trace_headers: Mapping[str, str] | None = None
+        self,
+        batch: LabelBatch,
+        timeout_s: float,
+        trace_headers: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> tuple[LabelScores, int]:
         """Answer a shard; see `TeacherEngine.read_labels`. Returns and raises as `read_matrix` does."""
         self._admit(batch)
-        scores = await self._engine.read_labels(batch, timeout_s=timeout_s, trace_headers=trace_headers)
+        scores = await self._engine.read_labels(
+            batch, timeout_s=timeout_s, trace_headers=trace_headers, adapters=adapters
+        )
         return scores, self.outstanding_tokens
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -22,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.generate.label_reads import next_token_label_reads
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -30,11 +32,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from scoring.adapters import Adapter, check_adapter
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.checkpoint import checkpoint_dtype, checkpoint_hash, tokenizer_hash
 from scoring.errors import (
     DeadlineExceeded,
     EngineDead,
+    InvalidAdapter,
     InvalidRead,
     Overloaded,
     RefusedSettings,
@@ -129,6 +133,7 @@ class TeacherEngine:
         self._checkpoint = checkpoint_hash(settings.model)  # also finds out, before anything starts, if there is one
         self._tokenizer = tokenizer_hash(settings.model)
         self._serial = itertools.count()
+        self._adapters: dict[Adapter, asyncio.Task[str]] = {}  # loaded or loading, each with its hash
         self._meter = ProgressMeter()
         self._watch: asyncio.Task | None = None
         self._canary: asyncio.Task | None = None
@@ -181,20 +186,26 @@ class TeacherEngine:
         *,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> MatrixScores:
         """Answer a batch of matrix reads. A read that fails has its error in `errors`; the others are answered.
 
         Args:
-            batch: N reads; their `teacher` is not looked at.
+            batch: N reads. The `teacher` of each is the name its answer carries.
             timeout_s: seconds left; what is not answered by then is aborted and fails with `DeadlineExceeded`.
             trace_headers: W3C trace context, handed to vLLM (which keeps it only with an OTLP endpoint set).
+            adapters: by `teacher`; a read that names none of these is the base model's.
         """
-        answers = await self._gather(batch.tokens(), lambda i: self._matrix(batch[i], trace_headers), timeout_s)
+
+        async def answer(i: int) -> _Answer:
+            return await self._matrix(batch[i], trace_headers, await self._adapter(batch[i], adapters))
+
+        answers = await self._gather(batch.tokens(), answer, timeout_s)
         return MatrixScores(
             **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
             **_ragged("rows", "row_offsets", [a.rows for a in answers], np.int64),
             widths=np.array([a.values.shape[-1] - 1 for a in answers], dtype=np.int64),
-            **self._columns(answers),
+            **self._columns(batch, answers, adapters or {}),
         )
 
     async def read_labels(
@@ -203,12 +214,17 @@ class TeacherEngine:
         *,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> LabelScores:
         """Answer a batch of label reads; arguments and failures as for `read_matrix`."""
-        answers = await self._gather(batch.tokens(), lambda i: self._label(batch[i], trace_headers), timeout_s)
+
+        async def answer(i: int) -> _Answer:
+            return await self._label(batch[i], trace_headers, await self._adapter(batch[i], adapters))
+
+        answers = await self._gather(batch.tokens(), answer, timeout_s)
         return LabelScores(
             **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
-            **self._columns(answers),
+            **self._columns(batch, answers, adapters or {}),
         )
 
     async def self_test(self) -> None:
@@ -325,7 +341,45 @@ class TeacherEngine:
                 task.add_done_callback(self._meter.take(tokens))
         return [task.result() for task in tasks]
 
-    async def _matrix(self, read: MatrixRead, trace_headers: Mapping[str, str] | None) -> _Answer:
+    async def _adapter(
+        self, read: MatrixRead | LabelRead, adapters: Mapping[str, Adapter] | None
+    ) -> LoRARequest | None:
+        """The adapter that answers a read, loaded; None for the base model.
+
+        Raises:
+            InvalidAdapter: the engine could not apply it exactly, or takes none.
+        """
+        adapter = (adapters or {}).get(read.teacher)
+        if adapter is None:
+            return None
+        request = LoRARequest(f"{read.teacher}@{adapter.serial}", adapter.serial, adapter.path)
+        if adapter not in self._adapters:
+            self._adapters[adapter] = asyncio.create_task(self._load(adapter, request))
+        loading = self._adapters[adapter]
+        try:
+            await asyncio.shield(loading)
+        except ScoringError:
+            self._adapters.pop(adapter, None)  # mended, it may be asked for again
+            raise
+        return request
+
+    async def _load(self, adapter: Adapter, request: LoRARequest) -> str:
+        """Load an adapter before a step needs it: there, a failure would end the engine. Returns its hash."""
+        lora = self._llm.vllm_config.lora_config
+        if lora is None:
+            raise InvalidAdapter(
+                f"teacher {self.settings.teacher!r} takes no adapters: set enable_lora in its engine_args"
+            )
+        await asyncio.to_thread(check_adapter, adapter.path, lora.max_lora_rank)
+        try:
+            await self._llm.add_lora(request)
+        except Exception as error:
+            raise InvalidAdapter(f"vLLM cannot load {adapter.path}: {error}") from error
+        return await asyncio.to_thread(checkpoint_hash, adapter.path)
+
+    async def _matrix(
+        self, read: MatrixRead, trace_headers: Mapping[str, str] | None, adapter: LoRARequest | None
+    ) -> _Answer:
         self.limits.check_matrix(read)
         self._check_version(read)
         beyond = self.limits.ids_beyond_tokenizer(
@@ -339,12 +393,13 @@ class TeacherEngine:
         # Tokens after the last row asked for cannot change it (the model is causal), so they are not sent.
         sequence = np.concatenate([read.prompt_ids, read.response_ids[: last + 1]]).tolist()
         start = len(read.prompt_ids) - 1 + first
-        output = await self._generate(sequence, self._scoring_params(columns, start), read.priority, trace_headers)
+        ask = functools.partial(self._generate, sequence, priority=read.priority, trace_headers=trace_headers)
+        output = await ask(self._scoring_params(columns, start), adapter=adapter)
         if output.prompt_token_id_logprobs is None:
             # vLLM drops the scores of a prefill that began after `start` (a prefix cache hit too long).
             logger.warning("vLLM returned no scores for a read; asking again without its prefix cache")
             params = self._scoring_params(columns, start, skip_reading_prefix_cache=True)
-            output = await self._generate(sequence, params, read.priority, trace_headers)
+            output = await ask(params, adapter=adapter)
         values = check_matrix_answer(output.prompt_token_id_logprobs, columns)
         self._check_prompt(output, len(sequence))
         values = values[rows - first]
@@ -375,7 +430,9 @@ class TeacherEngine:
             **options,
         )
 
-    async def _label(self, read: LabelRead, trace_headers: Mapping[str, str] | None) -> _Answer:
+    async def _label(
+        self, read: LabelRead, trace_headers: Mapping[str, str] | None, adapter: LoRARequest | None
+    ) -> _Answer:
         self.limits.check_label(read)
         self._check_version(read)
         params = SamplingParams(
@@ -392,6 +449,7 @@ class TeacherEngine:
                 [tokens_input(read.prompt_ids.tolist())],
                 [params],
                 self._request_id("label"),
+                lora_request=adapter,
                 priority=read.priority,
                 trace_headers=trace_headers,
             )
@@ -411,8 +469,10 @@ class TeacherEngine:
         self,
         sequence: list[int],
         params: SamplingParams,
+        *,
         priority: int,
         trace_headers: Mapping[str, str] | None,
+        adapter: LoRARequest | None,
     ) -> RequestOutput:
         """One request to its end. Cancelling it aborts the request in the engine."""
         refuse_unreplaced(params)
@@ -422,6 +482,7 @@ class TeacherEngine:
                 tokens_input(sequence),
                 params,
                 self._request_id("matrix"),
+                lora_request=adapter,
                 priority=priority,
                 trace_headers=trace_headers,
             ):
@@ -447,26 +508,33 @@ class TeacherEngine:
         if seen != length:
             raise WrongEngineAnswer(f"the engine saw {seen} prompt tokens; {length} were sent")
 
-    def _columns(self, answers: list[_Answer]) -> dict[str, Any]:
-        meta = ReadMeta(
-            teacher=self.settings.teacher,
+    def _columns(
+        self, batch: MatrixBatch | LabelBatch, answers: list[_Answer], adapters: Mapping[str, Adapter]
+    ) -> dict[str, Any]:
+        """The columns of an answer with one entry per read, and where its numbers come from, per teacher asked."""
+        return {
+            "prompt_tokens": np.array([a.prompt_tokens for a in answers], dtype=np.int32),
+            "cached_tokens": np.array([a.cached_tokens for a in answers], dtype=np.int32),
+            "ids_beyond_tokenizer": np.array([a.beyond for a in answers], dtype=np.int32),
+            "next_token": np.array([a.next_token for a in answers], dtype=np.int32),
+            "meta_index": np.where([bool(a.error) for a in answers], -1, batch.teacher_index).astype(np.int32),
+            "metas": tuple(self._meta(name, adapters.get(name)) for name in batch.teachers),
+            "errors": {i: a.error for i, a in enumerate(answers) if a.error},
+        }
+
+    def _meta(self, teacher: str | None, adapter: Adapter | None) -> ReadMeta:
+        loaded = self._adapters.get(adapter)
+        added = f"+{loaded.result()}" if loaded and loaded.done() and not loaded.exception() else ""
+        return ReadMeta(
+            teacher=teacher or self.settings.teacher,
             weight_version=self.weight_version,
-            checkpoint=self._checkpoint,
+            checkpoint=self._checkpoint + added,
             engine=f"vllm {vllm.__version__}",
             dtype=self._dtype,
             head_dtype=self._head_dtype,
             scores=self.settings.scores,
             tensor_parallel_size=self._llm.vllm_config.parallel_config.tensor_parallel_size,
         )
-        return {
-            "prompt_tokens": np.array([a.prompt_tokens for a in answers], dtype=np.int32),
-            "cached_tokens": np.array([a.cached_tokens for a in answers], dtype=np.int32),
-            "ids_beyond_tokenizer": np.array([a.beyond for a in answers], dtype=np.int32),
-            "next_token": np.array([a.next_token for a in answers], dtype=np.int32),
-            "meta_index": np.array([-1 if a.error else 0 for a in answers], dtype=np.int32),
-            "metas": (meta,),
-            "errors": {i: a.error for i, a in enumerate(answers) if a.error},
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,6 +591,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if current_platform.is_cpu():
         # Eager with an explicit KV cache starts without warm-up; blocks of 32 are the CPU minimum and the fastest.
         defaults |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
+        if given.get("enable_lora"):
+            # Left to itself vLLM wraps the head too, and there its CPU code takes one request a step.
+            defaults["lora_target_modules"] = list(_LORA_MODULES)
     return {
         **defaults,
         **given,
@@ -534,6 +605,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "generation_config": "vllm",  # a checkpoint's sampling defaults have no say in scores
     }
 
+
+_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 _REFUSED = {
     "model": "it is the teacher's own setting model",

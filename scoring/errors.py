@@ -78,6 +78,12 @@ class UnknownTeacher(InvalidRead):
     """No teacher of that name is served."""
 
 
+class InvalidAdapter(ScoringError, ValueError):
+    """The adapter cannot be served: it is none, or the engine could not apply it exactly."""
+
+    status = 422
+
+
 class NotYetSupported(InvalidRead):
     """The field exists, but this version does not answer it."""
 
@@ -129,6 +135,7 @@ _BY_NAME = {
         InvalidRead,
         BatchTooLarge,
         UnknownTeacher,
+        InvalidAdapter,
         NotYetSupported,
         VersionMismatch,
         Overloaded,

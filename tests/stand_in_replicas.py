@@ -29,7 +29,7 @@ class StandInReplica:
         self._queue: list[list] = []  # [tokens left, event]
         self._runner: asyncio.Task | None = None
 
-    async def call(self, method, batch=None, timeout_s=None, trace_headers=None):
+    async def call(self, method, batch=None, timeout_s=None, trace_headers=None, adapters=None):
         if self.deaf:
             try:
                 await asyncio.sleep(3600)
