@@ -49,6 +49,7 @@ _ACTOR_CHECK_S = 10.0
 _ROOM_CHECK_S = 30.0
 _READY_FOR_S = 1.0  # how long the answer of /ready stands
 _READY_TIMEOUT_S = 5.0
+_READY_READ_S = 4.0  # the sooner, so that a read's own error is heard
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
 
 _BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
@@ -326,7 +327,7 @@ class _Readiness:
     async def _ask_one(self, name: str) -> str:
         read = LabelRead(prompt_ids=[0], label_ids=[0], teacher=name, priority=_FIRST)
         try:
-            await self._router().read_labels([read], timeout_s=_READY_TIMEOUT_S)
+            await self._router().read_labels([read], timeout_s=_READY_READ_S)
         except Overloaded:
             return "overloaded"
         except ScoringError as error:

@@ -25,6 +25,7 @@ from ray.serve import RunTarget
 
 from deployments import app, membership
 from deployments.config import AppConfig
+from deployments.ingress import _Readiness
 from deployments.pinning import pinned
 from deployments.router import APP_NAME, Router
 from scoring import LabelRead
@@ -129,6 +130,7 @@ async def _refusals() -> dict[str, Any]:
     asked = {
         "read": lambda: router.read_labels([LabelRead([1], [2])], timeout_s=1),
         "teachers": lambda: router.teachers(timeout_s=1),
+        "/ready": lambda: _Readiness(lambda: router).check(None),
     }
     said: dict[str, Any] = dict.fromkeys(asked, "")
     while not all("larger cluster" in sentence for sentence in said.values()):
