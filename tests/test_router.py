@@ -36,8 +36,8 @@ class Replicas:
         if replica in self.fail:
             answer = self.fail[replica](len(batch))
             if answer is not None:
-                return answer
-        return await getattr(StandInRouter(), method)(batch, return_exceptions=True)
+                return answer, 0
+        return await getattr(StandInRouter(), method)(batch, return_exceptions=True), 0
 
 
 @pytest.fixture
