@@ -107,6 +107,17 @@ class TeacherConfig(BaseModel):
         return self
 
 
+class AdapterConfig(BaseModel):
+    """A LoRA adapter over a teacher whose engine_args have `enable_lora`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    base: str
+    """The teacher it changes."""
+    path: str
+    """Its folder, as PEFT saves it, the same on every node."""
+
+
 class LimitsConfig(BaseModel):
     """What the ingress and the named actor take in one call. The clients cut what is bigger into several."""
 
@@ -130,9 +141,27 @@ class AppConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    aliases: dict[str, str] = Field(default_factory=dict)
+    """Further names of teachers, which share their replicas: `{"judge": "default"}`."""
+    adapters: dict[str, AdapterConfig] = Field(default_factory=dict)
+    """LoRA adapters by name: teachers too, which share the replicas of their base. More can be added while serving."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     default_teacher: str | None = None
     """Answers the reads that name no teacher. Default: the one called `default`, or the only one."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> AppConfig:
+        """Every name means one thing, and leads to a teacher."""
+        for kind, names in (("aliases", self.aliases), ("adapters", {n: a.base for n, a in self.adapters.items()})):
+            for name, teacher in names.items():
+                if name in self.teachers or (kind == "adapters" and name in self.aliases):
+                    raise ValueError(f"{kind}: {name!r} is the name of something else already")
+                if teacher not in self.teachers:
+                    raise ValueError(f"{kind}: {name!r} leads to {teacher!r}; the teachers are {', '.join(self.teachers)}")
+        for name, adapter in self.adapters.items():
+            if not self.teachers[adapter.base].engine_args.get("enable_lora"):
+                raise ValueError(f"adapters: {name!r} needs enable_lora in the engine_args of {adapter.base!r}")
+        return self
 
     @model_validator(mode="after")
     def _find_default(self) -> AppConfig:

@@ -90,7 +90,7 @@ def test_every_answer_says_how_many_tokens_are_outstanding_and_the_heartbeat_how
     assert after_one["outstanding_tokens"] == after_two["outstanding_tokens"] == after["outstanding_tokens"] == 0
     assert during["outstanding_tokens"] == 805
     assert 0 < three[1] <= 800
-    assert after_two["steps"] == after_one["steps"] + 1
+    assert after_two["steps"] > after_one["steps"] > 0
     assert after["steps"] >= after_two["steps"] + 800 // 64
     assert 0 <= after["since_last_step_s"] < 1
     assert 0 < after["longest_step_s"] < 2
