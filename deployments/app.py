@@ -14,6 +14,7 @@ from deployments import pinning, placement
 from deployments.config import AppConfig, TeacherConfig
 from deployments.ingress import Ingress
 from deployments.teacher import Teacher
+from scoring.adapters import Adapter
 from scoring.errors import RefusedSettings
 
 # Admission is the replica's, by tokens; Serve's own count of calls must not come first.
@@ -33,9 +34,11 @@ def build_app(config: AppConfig) -> Application:
         )
     teachers = {name: _teacher(name, teacher) for name, teacher in config.teachers.items()}
     limits = config.limits.model_dump()
+    served_by = {name: name for name in teachers} | config.aliases | {n: a.base for n, a in config.adapters.items()}
     catalog = {
         "default": config.default_teacher,
-        "deployments": {name: deployment_name(name) for name in teachers},
+        "deployments": {name: deployment_name(teacher) for name, teacher in served_by.items()},
+        "adapters": {name: Adapter(adapter.path, 0) for name, adapter in config.adapters.items()},  # numbered there
         "admission_wait_s": limits.pop("admission_wait_s"),
         "limits": limits,
     }

@@ -7,11 +7,12 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.replica_calls import now, result_of
-from scoring.errors import TeacherUnavailable
+from scoring.errors import ScoringError, TeacherUnavailable
 
 _FRESH_S = 5.0
 _PATIENCE_S = 0.5  # how long a known catalog waits for a fresher one
@@ -19,9 +20,13 @@ _TIMEOUT_S = 30.0
 
 
 class Catalog:
-    """The teachers of an application, and what it takes in one call:
-    `{"default": name, "deployments": {teacher: deployment}, "limits": {fields of BatchLimits}, "admission_wait_s": s,
-    "without_room": {teacher: sentence}}`, the last of them in place of what `placement.without_room` finds.
+    """The teachers of an application, and what it takes in one call. As a dict:
+
+    - `default`: the teacher of reads that name none.
+    - `deployments`: per name what serves it. Aliases and adapters share the deployment of their teacher.
+    - `adapters`: per name of an adapter its `Adapter`.
+    - `limits`: the fields of `BatchLimits`; and `admission_wait_s`.
+    - `without_room`: per teacher, where the cluster has no room for it, the sentence that says so.
 
     Args:
         app_name: the Serve application.
@@ -63,15 +68,33 @@ class Catalog:
         self._fresh_until = now() + _FRESH_S
         return self._known
 
+    async def change(self, method: str, *args: Any, timeout_s: float) -> None:
+        """Have the ingress change the catalog, and know it from now on.
+
+        Raises:
+            ScoringError: what the ingress raised.
+            TeacherUnavailable: it did not answer in time.
+        """
+        try:
+            self._known = await self._call(method, *args, timeout_s=timeout_s)
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ScoringError) else error from None
+        except (TimeoutError, RayError) as error:
+            raise TeacherUnavailable(f"the ingress of {self._app_name!r} did not answer ({error!r})") from error
+        self._fresh_until = now() + _FRESH_S
+
     def why_none(self, teacher: str) -> str:
         """Why a teacher has no replica, where the ingress has found that the cluster has no room for it; else ""."""
         return ((self._known or {}).get("without_room") or {}).get(teacher, "")
 
     async def _ask(self) -> dict[str, Any]:
+        return await self._call("catalog", timeout_s=_TIMEOUT_S)
+
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> dict[str, Any]:
         try:
             if self._ingress is None:  # asks the controller, which blocks
                 self._ingress = await asyncio.to_thread(_app_handle, self._app_name)
-            return await result_of(self._ingress.catalog.remote(), _TIMEOUT_S)
+            return await result_of(getattr(self._ingress, method).remote(*args), timeout_s)
         except BaseException:
             self._ingress = None  # its handle may listen to a controller that is no more
             raise

@@ -73,6 +73,12 @@ class AsyncScoringClient:
             reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
         )
 
+    async def add_adapter(self, name: str, base: str, path: str) -> None:
+        await self._router.add_adapter(name, base, path)
+
+    async def remove_adapter(self, name: str) -> None:
+        await self._router.remove_adapter(name)
+
     def iter_matrix(
         self,
         reads: MatrixBatch | Sequence[MatrixRead],
@@ -181,6 +187,14 @@ class ScoringClient:
             return await self._coalescer.submit(read, timeout_s)
 
         return self._thread.start(answer())
+
+    def add_adapter(self, name: str, base: str, path: str) -> None:
+        """Serve a LoRA adapter as the teacher `name`, over the replicas of `base`. See `Router.add_adapter`."""
+        self._thread.run(self._router.add_adapter(name, base, path))
+
+    def remove_adapter(self, name: str) -> None:
+        """Serve an adapter no longer."""
+        self._thread.run(self._router.remove_adapter(name))
 
     def close(self) -> None:
         """Stop this client's thread. Reads under way are cancelled."""

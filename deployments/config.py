@@ -157,7 +157,9 @@ class AppConfig(BaseModel):
                 if name in self.teachers or (kind == "adapters" and name in self.aliases):
                     raise ValueError(f"{kind}: {name!r} is the name of something else already")
                 if teacher not in self.teachers:
-                    raise ValueError(f"{kind}: {name!r} leads to {teacher!r}; the teachers are {', '.join(self.teachers)}")
+                    raise ValueError(
+                        f"{kind}: {name!r} leads to {teacher!r}; the teachers are {', '.join(self.teachers)}"
+                    )
         for name, adapter in self.adapters.items():
             if not self.teachers[adapter.base].engine_args.get("enable_lora"):
                 raise ValueError(f"adapters: {name!r} needs enable_lora in the engine_args of {adapter.base!r}")

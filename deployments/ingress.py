@@ -21,7 +21,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
 from starlette.exceptions import HTTPException
 
-from deployments import placement
+from deployments import placement, record
 from deployments.actor import ensure_actor
 from deployments.config import TeacherConfig
 from deployments.http_door import (
@@ -37,8 +37,16 @@ from deployments.http_door import (
 from deployments.router import Router
 from deployments.vllm_routes import vllm_routes
 from scoring import wire
+from scoring.adapters import Adapter
 from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
-from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable, UnknownTeacher
+from scoring.errors import (
+    DeadlineExceeded,
+    InvalidAdapter,
+    Overloaded,
+    ScoringError,
+    TeacherUnavailable,
+    UnknownTeacher,
+)
 from scoring.limits import BatchLimits
 from scoring.reads import LabelRead
 from scoring.scores import LabelScores, MatrixScores
@@ -49,6 +57,7 @@ _ACTOR_CHECK_S = 10.0
 _ROOM_CHECK_S = 30.0
 _READY_FOR_S = 1.0  # how long the answer of /ready stands
 _READY_TIMEOUT_S = 5.0
+_ADAPTER_TIMEOUT_S = 60.0
 _READY_READ_S = 4.0  # the sooner, so that a read's own error is heard
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
 
@@ -71,8 +80,12 @@ class Ingress:
         self, catalog: dict[str, Any], teachers: Mapping[str, Any], configs: Mapping[str, TeacherConfig]
     ) -> None:
         app_name = serve.get_replica_context().app_name
+        self._app_name = app_name
         self._catalog = catalog
         self._router = Router(app_name, catalog, serves_many=True)
+        self._changing = asyncio.Lock()
+        self._restore_adapters(await asyncio.to_thread(record.load, app_name))
+        await self._record_adapters()
         await asyncio.to_thread(ensure_actor, app_name)
         self._keeping = asyncio.create_task(self._keep_actor(app_name))
         self._watching = asyncio.create_task(self._watch_room(configs))
@@ -102,8 +115,68 @@ class Ingress:
         return build_api(lambda: self._router, BatchLimits(**self._catalog["limits"]))
 
     async def catalog(self) -> dict[str, Any]:
-        """For Routers elsewhere, over a handle: the teachers and their deployments."""
+        """For Routers elsewhere, over a handle: see `deployments.catalog`."""
         return self._catalog
+
+    async def add_adapter(self, name: str, base: str, path: str) -> dict[str, Any]:
+        """See `Router.add_adapter`. Returns the catalog."""
+        deployments, adapters = self._catalog["deployments"], self._catalog["adapters"]
+        async with self._changing:
+            if base not in deployments or base in adapters:
+                known = ", ".join(name for name in deployments if name not in adapters)
+                raise UnknownTeacher(f"is {base!r}; an adapter goes over one of {known}", field="base")
+            if name in deployments and name not in adapters:
+                raise InvalidAdapter(
+                    f"{name!r} is the name of a teacher; an adapter needs one of its own", field="name"
+                )
+            before = deployments.get(name), adapters.get(name)
+            self._last_serial += 1
+            deployments[name], adapters[name] = deployments[base], Adapter(path, self._last_serial)
+            try:  # a replica loads it, before anybody else asks for it
+                await self._router.read_labels([LabelRead([0], [0], teacher=name)], timeout_s=_ADAPTER_TIMEOUT_S)
+            except BaseException:
+                for names, value in zip((deployments, adapters), before, strict=True):
+                    names.pop(name) if value is None else names.update({name: value})
+                raise
+            await self._record_adapters()
+        return self._catalog
+
+    async def remove_adapter(self, name: str) -> dict[str, Any]:
+        """See `Router.remove_adapter`. Returns the catalog."""
+        async with self._changing:
+            if name not in self._catalog["adapters"]:
+                known = ", ".join(self._catalog["adapters"]) or "none"
+                raise UnknownTeacher(f"is {name!r}; the adapters are {known}", field="name")
+            del self._catalog["adapters"][name], self._catalog["deployments"][name]
+            await self._record_adapters()
+        return self._catalog
+
+    def _restore_adapters(self, recorded: Mapping[str, Any]) -> None:
+        """Serve again what was added before this process began, where its base is still served.
+
+        Adapters of the configuration get serials above every one that replicas may still know under another path.
+        """
+        self._configured = set(self._catalog["adapters"])
+        self._last_serial = recorded.get("last_serial", 0)
+        for name, adapter in self._catalog["adapters"].items():
+            self._last_serial += 1
+            self._catalog["adapters"][name] = Adapter(adapter.path, self._last_serial)
+        for name, added in recorded.get("adapters", {}).items():
+            if (
+                added["deployment"] in self._catalog["deployments"].values()
+                and name not in self._catalog["deployments"]
+            ):
+                self._catalog["deployments"][name] = added["deployment"]
+                self._catalog["adapters"][name] = Adapter(added["path"], added["serial"])
+
+    async def _record_adapters(self) -> None:
+        added = {
+            name: adapter.to_dict() | {"deployment": self._catalog["deployments"][name]}
+            for name, adapter in self._catalog["adapters"].items()
+            if name not in self._configured
+        }
+        document = {"adapters": added, "last_serial": self._last_serial}
+        await asyncio.to_thread(record.save, self._app_name, document)
 
 
 def build_api(router: Callable[[], Router], limits: BatchLimits) -> FastAPI:

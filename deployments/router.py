@@ -50,7 +50,7 @@ class Router:
         self._app_name = app_name
         self._catalog = Catalog(app_name, catalog)
         self._serves_many = serves_many
-        self._lanes: dict[tuple[str, str], Lanes] = {}  # by teacher and deployment
+        self._lanes: dict[str, Lanes] = {}  # by deployment: aliases and adapters share them
         self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by teacher, with the time it was asked
 
     async def names(self, timeout_s: float = 10) -> tuple[str, ...]:
@@ -145,9 +145,31 @@ class Router:
             yield item
 
     def outstanding(self) -> dict[str, dict[str, int]]:
-        """The ledger: tokens that wait for or are outstanding on replicas, by teacher and replica, where there are
+        """The ledger: tokens that wait for or are outstanding on replicas, by deployment and replica, where there are
         any. Empty when nothing is under way."""
-        return {teacher: tokens for (teacher, _), lanes in self._lanes.items() if (tokens := lanes.outstanding())}
+        return {deployment: tokens for deployment, lanes in self._lanes.items() if (tokens := lanes.outstanding())}
+
+    async def add_adapter(self, name: str, base: str, path: str, timeout_s: float = 60) -> None:
+        """Serve a LoRA adapter as a teacher, from now on and after a restart of the application.
+
+        Args:
+            name: the teacher's name; one of an adapter replaces that adapter.
+            base: the teacher it changes.
+            path: its folder, as PEFT saves it, the same on every node, kept for as long as it is served.
+
+        Raises:
+            InvalidAdapter: the engine could not apply it exactly, or `base` takes none.
+            UnknownTeacher: `base` is no teacher.
+        """
+        await self._catalog.change("add_adapter", name, base, path, timeout_s=timeout_s)
+
+    async def remove_adapter(self, name: str, timeout_s: float = 60) -> None:
+        """Serve an adapter no longer. Routers elsewhere hear of it within seconds.
+
+        Raises:
+            UnknownTeacher: no adapter has that name.
+        """
+        await self._catalog.change("remove_adapter", name, timeout_s=timeout_s)
 
     async def _read(
         self,
@@ -185,7 +207,8 @@ class Router:
                 known = ", ".join(catalog["deployments"])
                 error = UnknownTeacher(f"is {name!r}; the teachers are {known}", field="teacher")
                 yield reads, answer.failed(error, len(reads)), np.arange(len(reads))
-        call = Call(answer, method, batch, deadline, trace_headers, bounded=self._serves_many)
+        adapters = {name: adapter for name, adapter in catalog["adapters"].items() if name in batch.teachers}
+        call = Call(answer, method, batch, deadline, trace_headers, adapters or None, bounded=self._serves_many)
         patience_s = catalog["admission_wait_s"] if self._serves_many else None
         async with contextlib.aclosing(deliver(call, shares, patience_s)) as parts:
             async for part in parts:
@@ -193,11 +216,9 @@ class Router:
 
     def _lanes_of(self, teacher: str, catalog: Mapping[str, Any]) -> Lanes:
         deployment = catalog["deployments"][teacher]
-        if (teacher, deployment) not in self._lanes:
-            self._lanes[teacher, deployment] = Lanes(
-                Replicas(self._app_name, teacher, deployment, self._catalog.why_none)
-            )
-        return self._lanes[teacher, deployment]
+        if deployment not in self._lanes:
+            self._lanes[deployment] = Lanes(Replicas(self._app_name, teacher, deployment, self._catalog.why_none))
+        return self._lanes[deployment]
 
     async def _info(self, teacher: str, deadline: float) -> dict[str, Any]:
         asked, info = self._infos.get(teacher, (float("-inf"), {}))
@@ -207,7 +228,7 @@ class Router:
             info, replicas = await self._lanes_of(teacher, await self._catalog.find(deadline)).info(deadline)
         except (TeacherUnavailable, DeadlineExceeded, KeyError):  # KeyError: no longer served
             return {"teacher": teacher, "replicas": 0}
-        info = {**info, "replicas": replicas}
+        info = {**info, "teacher": teacher, "replicas": replicas}
         self._infos[teacher] = now(), info
         return info
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
+os.environ["RAY_AUTH_MODE"] = "token"  # likewise of ray: given a cluster's address, it asks for no token by itself
 
 import hypothesis
 import pytest

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
+import ray
 import yaml
 
 START_S = 240
 STOP_S = 60
+_CLIENT_SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # of this process, see conftest.py; a cluster chooses its own
 
 
 class ServeProcess:
@@ -50,7 +55,12 @@ class ServeProcess:
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "serve"), "run", str(path)],
-                env={**os.environ, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+                env={
+                    **{name: value for name, value in os.environ.items() if name not in _CLIENT_SETTINGS},
+                    "HOME": str(folder),
+                    "HF_HUB_OFFLINE": "1",
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -64,7 +74,20 @@ class ServeProcess:
             self.close()
             raise
 
-    def ray_address(self) -> str:
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """This process, and those it starts, are connected to the service's Ray cluster; then the service is closed."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HOME", str(self.home))  # where Ray finds the cluster's token
+            patch.setenv("RAY_ADDRESS", self._ray_address())
+            try:
+                ray.init(log_to_driver=False)
+                yield
+            finally:
+                ray.shutdown()
+                self.close()
+
+    def _ray_address(self) -> str:
         """Address of its Ray cluster, among others that may run on this machine."""
         commands = [p.cmdline() for p in psutil.Process(self.process.pid).children(recursive=True)]
         options = [option for command in commands for option in command]

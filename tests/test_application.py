@@ -46,18 +46,8 @@ def application(engines, tiny_path, tmp_path_factory):
         "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20},
     }
     service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(service.home))  # where Ray finds the cluster's token
-        try:
-            found = ray.init(address="auto", log_to_driver=False).address_info["gcs_address"]
-            assert found == service.ray_address(), f"another Ray cluster runs on this machine ({found}): stop it"
-            # For the processes that tests start: an address, and with it Ray asks to be told of tokens.
-            patch.setenv("RAY_ADDRESS", found)
-            patch.setenv("RAY_AUTH_MODE", "token")
-            yield service
-        finally:
-            ray.shutdown()
-            service.close()
+    with service.connected():
+        yield service
 
 
 @pytest.fixture(scope="module")

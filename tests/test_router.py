@@ -29,6 +29,7 @@ LIMITS = {"max_batch_reads": 10_000, "max_batch_tokens": 10**6, "max_request_byt
 CATALOG = {
     "default": "default",
     "deployments": {"default": "Teacher-default", "math": "Teacher-math"},
+    "adapters": {},
     "limits": LIMITS,
     "admission_wait_s": 0.0,
 }
