@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -106,8 +107,13 @@ class _Lane:
 
     @property
     def load(self) -> int:
-        """Tokens ahead of whatever is planned here next."""
-        return self.waiting_tokens + self.sent_tokens + (self._others if now() < self._others_until else 0)
+        """Tokens of this process ahead of whatever is planned here next."""
+        return self.waiting_tokens + self.sent_tokens
+
+    @property
+    def others(self) -> int:
+        """Tokens that other Routers had outstanding here, by the replica's last word; it is soon forgotten."""
+        return self._others if now() < self._others_until else 0
 
     def hear(self, outstanding: int) -> None:
         """Take in what the replica says is outstanding there, of all Routers."""
@@ -222,7 +228,8 @@ class Lanes:
                 self._copy_ended(chunk, error)
 
     def _admit(self, tokens: int) -> None:
-        load, limit = sum(lane.load for lane in self._lanes.values()), self._limit * len(self._lanes)
+        load = sum(lane.load + lane.others for lane in self._lanes.values())
+        limit = self._limit * len(self._lanes)
         if load and load + tokens > limit:
             raise Overloaded(
                 f"{load} tokens are outstanding; {tokens} more would exceed {limit}, which is max_outstanding_tokens "
@@ -231,8 +238,11 @@ class Lanes:
             )
 
     def _plan(self, call: Call, reads: np.ndarray, avoid: Collection[str] = ()) -> None:
-        lanes = self._usable(avoid)
-        shards = plan(call.costs[reads], {lane.replica: lane.load for lane in lanes})
+        lanes, costs = self._usable(avoid), call.costs[reads]
+        # Routers do not see each other's plans. Without a tilt, many of them with few reads each would agree on the
+        # same replicas; what they last heard of each other's load is too old to prevent it, and makes it worse.
+        tilt = int(costs.mean()) // 2
+        shards = plan(costs, {lane.replica: lane.load + random.randint(0, tilt) for lane in lanes})
         for lane in lanes:
             for chunk in self._cut(call, reads[shards.get(lane.replica, _NONE)]):
                 lane.add(chunk)

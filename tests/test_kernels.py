@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from scoring.vllm_extension import lora
 from scoring.vllm_extension.kernels import REPLACEMENTS, logprob, sampling
 from tests.kernel_oracle import as_passed
 
@@ -656,3 +657,20 @@ def test_context_parallelism_is_refused_by_the_slot_mapping_kernel():
     case["kwargs"]["CP_SIZE"] = 2
     with pytest.raises(NotImplementedError, match="context parallelism of 2"):
         REPLACEMENTS[case["kernel"]](*(as_passed(argument) for argument in case["args"]), **case["kwargs"])
+
+
+def test_a_token_without_an_adapter_gets_none():
+    """Against the sum written out token by token; -1 is no adapter, not the last one."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(6, 5, generator=generator)
+    weights = torch.randn(3, 1, 2, 5, generator=generator)
+    indices = torch.tensor([-1, 0, 2, 2, -1, 1])
+    written = torch.full((6, 4), 7.0)
+    lora.bgmv_shrink(inputs, weights, written, indices, scaling=0.5)
+    for token, slot in enumerate(indices.tolist()):
+        for rank in range(2):
+            right = (
+                0.0 if slot < 0 else 0.5 * sum(float(inputs[token, i] * weights[slot, 0, rank, i]) for i in range(5))
+            )
+            assert written[token, rank].item() == pytest.approx(right, abs=1e-6)
+    assert (written[:, 2:] == 7.0).all()

@@ -38,7 +38,8 @@ def replace_kernels(platform: type) -> None:
       where it believes that Triton works, as the marker backend makes it believe.
     - ``TRITON_INTERPRET=1``: not at all, for the V2 runner; Triton interprets the kernels, slowly.
 
-    In every case top-k and top-p take vLLM's PyTorch way: Triton's interpreter fails on that kernel too.
+    In every case top-k and top-p take vLLM's PyTorch way: Triton's interpreter fails on that kernel too. And in every
+    case the operators for LoRA are mended.
     """
     # vLLM's adaptation of torch to the CPU; it must come before any module of the runner.
     import vllm.v1.worker.cpu.shm  # noqa: F401
@@ -46,7 +47,10 @@ def replace_kernels(platform: type) -> None:
     from vllm import envs
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    from scoring.vllm_extension import lora
+
     topk_topp_sampler.HAS_TRITON = False
+    lora.replace_operators()
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         _replace_for_v1(platform)
     elif not knobs.runtime.interpret:
