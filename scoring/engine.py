@@ -135,6 +135,7 @@ class TeacherEngine:
         self._serial = itertools.count()
         self._adapters: dict[Adapter, asyncio.Task[str]] = {}  # loaded or loading, each with its hash
         self._meter = ProgressMeter()
+        logging.getLogger("vllm.v1.engine.async_llm").addFilter(_death_in_one_line)
         self._watch: asyncio.Task | None = None
         self._canary: asyncio.Task | None = None
         self._canary_error: ScoringError | None = None
@@ -727,6 +728,14 @@ def _tokenizer_size(model: str) -> int | None:
     from transformers import AutoTokenizer
 
     return len(AutoTokenizer.from_pretrained(model, local_files_only=True))
+
+
+def _death_in_one_line(record: logging.LogRecord) -> bool:
+    """The engine's own process logs why it died; a traceback of this one, which only hears of it, says nothing."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, EngineDeadError):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()} {error}", (), None
+    return True
 
 
 @contextlib.contextmanager

@@ -7,7 +7,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
+from deployments.app import build_app
 from deployments.config import AppConfig, TeacherConfig
+from scoring.errors import RefusedSettings
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "serve_config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))]
@@ -58,6 +60,12 @@ def test_a_misspelt_option_is_found():
 def test_the_service_is_bound_to_loopback_since_it_asks_for_no_token():
     for path in FILES:
         assert yaml.safe_load(path.read_text())["http_options"]["host"] == "127.0.0.1"
+
+
+def test_the_way_in_which_serve_drops_large_answers_is_refused(monkeypatch):
+    monkeypatch.setenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+    with pytest.raises(RefusedSettings, match="RAY_SERVE_THROUGHPUT_OPTIMIZED=1 sends handle calls over gRPC"):
+        build_app(AppConfig(teachers={"default": {"model": "demo"}}))
 
 
 def test_an_unknown_setting_of_a_teacher_is_an_error():

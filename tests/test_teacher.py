@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -9,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 
-from deployments.teacher import Teacher
+from deployments.teacher import Teacher, _without_traceback
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
 from scoring.errors import DeadlineExceeded, InvalidRead, Overloaded, SelfTestFailed, TeacherUnavailable
 from tests.engine_process import EngineProcess
@@ -155,6 +156,19 @@ def test_shards_up_to_the_limit_are_taken_together(teacher):
     first, second, _ = teacher.call(two_shards, LONG.select(range(2)), LONG.select(range(2, 6)))
     assert not first[0].errors
     assert type(second) is Overloaded
+
+
+def test_an_error_raised_on_purpose_is_logged_as_its_sentence_and_another_with_its_traceback(caplog):
+    logger = logging.getLogger("a replica's")
+    logger.addFilter(_without_traceback)
+    for error in (Overloaded("beside others", retry_after_s=1.0), KeyError("a bug")):
+        try:
+            raise error
+        except Exception:
+            logger.exception("Request failed.")
+    refused, bug = caplog.records
+    assert (refused.getMessage(), refused.exc_info) == ("Request failed. Overloaded: beside others", None)
+    assert bug.exc_info[0] is KeyError
 
 
 async def read_while_stopping(teacher: Teacher) -> list:
