@@ -1,8 +1,8 @@
 """LoRA on a CPU: reads of the base model beside reads of an adapter.
 
-vLLM marks a token without an adapter by the index -1. Its PyTorch operators take that as the last slot, and add whatever
-adapter lies there to reads of the base model, without a word. The first of the two products is replaced here: it is
-zero for such tokens, and so is then what the second one adds.
+vLLM marks a token without an adapter by the index -1. Its PyTorch operators take that as the last slot, and add
+whatever adapter lies there to reads of the base model, without a word. The first of the two products is replaced here:
+it is zero for such tokens, and so is then what the second one adds.
 """
 
 import torch
