@@ -23,12 +23,21 @@ class EngineSettings(SimpleNamespace):
 
 
 class TeacherEngine:
-    """Takes the settings, and answers nothing."""
+    """Takes the settings, and answers no reads."""
 
     dead = False
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
+
+    def info(self) -> SimpleNamespace:
+        return SimpleNamespace(max_batched_tokens=8192)
+
+    async def self_test(self) -> None:
+        pass
+
+    def watch(self) -> None:
+        pass
 
     async def check_health(self) -> None:
         pass
@@ -40,9 +49,11 @@ class TeacherEngine:
 class StandInTeacher(Teacher):
     """The real Teacher, with this module in the place of `scoring.engine`."""
 
-    def __init__(self, name: str, config: dict[str, Any]) -> None:
+    outstanding_tokens = 0
+
+    def __new__(cls) -> StandInTeacher:  # Serve's way to make one; it calls __init__ afterwards
         sys.modules["scoring.engine"] = sys.modules[__name__]
-        super().__init__(name, config)
+        return super().__new__(cls)
 
     async def set_outstanding(self, tokens: int) -> None:
         self.outstanding_tokens = tokens
