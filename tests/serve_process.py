@@ -87,6 +87,13 @@ class ServeProcess:
                 ray.shutdown()
                 self.close()
 
+    def wait_for_replicas(self, count: int) -> None:
+        """Wait until the default teacher has so many replicas; `/ready` asks for one."""
+        deadline = time.monotonic() + START_S
+        while httpx.get(f"{self.url}/v1/teachers", timeout=30).json()["teachers"]["default"]["replicas"] < count:
+            assert time.monotonic() < deadline, f"fewer than {count} replicas:\n{self.end_of_log()}"
+            time.sleep(0.5)
+
     def _ray_address(self) -> str:
         """Address of its Ray cluster, among others that may run on this machine."""
         commands = [p.cmdline() for p in psutil.Process(self.process.pid).children(recursive=True)]

@@ -27,6 +27,7 @@ from deployments.router import APP_NAME
 from scoring import LabelRead, MatrixBatch, MatrixRead
 from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, UnknownTeacher, VersionMismatch
 from scoring.http_client import HttpScoringClient
+from scoring.wire import encode_batch
 from tests.oracle import hf_logprobs
 from tests.serve_process import ServeProcess
 
@@ -47,6 +48,7 @@ def application(engines, tiny_path, tmp_path_factory):
     }
     service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
     with service.connected():
+        service.wait_for_replicas(2)
         yield service
 
 
@@ -249,6 +251,52 @@ def test_a_deadline_that_passes_is_a_typed_error_and_the_next_read_works(client,
     client.read_matrix(reads[:1])
 
 
+def outstanding():
+    """Tokens of both replicas that are not answered yet."""
+    beats = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("heartbeat").results(timeout_s=30)
+    return [beat["outstanding_tokens"] for beat in beats]
+
+
+def leave_early_over_http(application, reads):
+    with httpx.Client(timeout=0.5) as http, pytest.raises(httpx.ReadTimeout):
+        http.post(f"{application.url}/v1/matrix-reads", content=encode_batch("matrix", MatrixBatch.from_reads(reads)),
+                  headers={"content-type": "application/vnd.safetensors"})  # fmt: skip
+
+
+def cancel_an_asynchronous_call(application, reads):
+    async def ask():
+        async with AsyncScoringClient() as client:
+            await asyncio.wait_for(client.read_matrix(reads), 0.5)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(ask())
+
+
+def leave_an_iteration(application, reads):
+    with ScoringClient() as client:
+        for _ in client.iter_matrix(reads):
+            break
+
+
+@pytest.mark.parametrize("leave", [leave_early_over_http, cancel_an_asynchronous_call, leave_an_iteration])
+def test_a_caller_that_leaves_frees_the_engines_within_a_second(client, application, leave):
+    client.read_matrix(make_reads(2))
+    leave(application, make_reads(2000, seed=9))
+    time.sleep(1)
+    assert outstanding() == [0, 0]
+
+
+def test_reads_come_one_by_one_as_they_finish(client, http):
+    reads = make_reads(40, seed=10)
+    whole = client.read_matrix(reads)
+    for by in (client, http):
+        one_by_one = dict(by.iter_matrix(reads))
+        submitted = [by.submit(read) for read in reads]
+        for i, score in enumerate(whole):
+            np.testing.assert_allclose(one_by_one[i].logprobs, score.logprobs, atol=LIMIT, rtol=0)
+            np.testing.assert_allclose(submitted[i].result(60).logprobs, score.logprobs, atol=LIMIT, rtol=0)
+
+
 def test_an_empty_list_of_reads_gets_an_empty_answer(client, http):
     assert len(client.read_matrix([])) == len(client.read_labels([])) == len(http.read_matrix([])) == 0
 
@@ -361,10 +409,7 @@ def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(clien
             for one, other in zip(before, answer.result(), strict=True):
                 np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5, rtol=0)
     assert not psutil.pid_exists(places[0]["pid"]) or psutil.Process(places[0]["pid"]).status() == "zombie"
-    deadline = time.monotonic() + 120
-    while client.teachers()["default"]["replicas"] < 2:
-        assert time.monotonic() < deadline, application.end_of_log()
-        time.sleep(0.5)
+    application.wait_for_replicas(2)
     left = [pid for pid in places[0]["engine"] if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
     assert not left
 

@@ -58,6 +58,7 @@ def service(tiny_path, tmp_path_factory):
     }
     service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
     with service.connected():
+        service.wait_for_replicas(2)
         yield service
 
 
