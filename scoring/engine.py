@@ -61,6 +61,7 @@ SUPPORTED_VLLM = ("0.32.", "0.33.")
 _LOOK_S = 0.25  # how often a watched engine is looked at
 _LONGEST_LOOK_S = 1.0
 _CANARY_AFTER_S = 10.0
+_CANARY = LabelRead([0], [0])
 _SELF_TEST_TOKENS = 2048  # on a CPU: a second or two of a small teacher
 _SELF_TEST_TOKENS_GPU = 1 << 17
 
@@ -309,8 +310,9 @@ class TeacherEngine:
 
         By its deadline the engine has long counted as stalled, if it makes no steps.
         """
-        scores = await self.read_labels(LabelBatch.from_reads([LabelRead([0], [0])]), timeout_s=2 * self._meter.bound_s)
-        self._canary_error = scores.errors.get(0)
+        no_tokens = np.zeros(1, np.int64)  # it is nobody's, so that it never stands in a caller's way
+        (answer,) = await self._gather(no_tokens, lambda i: self._label(_CANARY, None), 2 * self._meter.bound_s)
+        self._canary_error = answer.error
 
     async def _gather(
         self, costs: np.ndarray, answer: Callable[[int], Awaitable[_Answer]], timeout_s: float | None

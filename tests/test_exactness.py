@@ -4,8 +4,10 @@ Expected values come from a Hugging Face forward pass over the whole sequence (`
 code under test.
 """
 
+import dataclasses
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ import torch
 from transformers import AutoTokenizer
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
-from scoring import LabelRead, MatrixRead
+from scoring import LabelRead, MatrixRead, MatrixScores
 from scoring.batches import MatrixBatch
-from scoring.errors import WrongEngineAnswer
+from scoring.engine import TeacherEngine
+from scoring.errors import SelfTestFailed, WrongEngineAnswer
 from tests import golden_read
+from tests.engine_process import EngineProcess
 from tests.oracle import hf_logprobs
 
 V = 2048
@@ -375,6 +379,49 @@ def test_reads_that_were_preempted_are_exact(tiny_cramped, tiny_model):
         assert_scores(score, expected(table, read), TINY)
 
 
+# The self-test of a new engine, asked of engines that are as exact as this file says, and of one made to be wrong.
+
+
+async def time_of_self_test(engine: TeacherEngine) -> tuple[float, float]:
+    """Seconds that the self-test takes, and how long a full step may take after it."""
+    started = time.monotonic()
+    await engine.self_test()
+    return time.monotonic() - started, engine.progress().longest_step_s
+
+
+async def self_test_with_a_stale_row(engine: TeacherEngine) -> None:
+    """The self-test of an engine that answers a row of the last of several reads with the row after it."""
+    read_matrix = engine.read_matrix
+
+    async def wrong(batch: MatrixBatch, **options) -> MatrixScores:
+        scores = await read_matrix(batch, **options)
+        values = scores.values.copy()
+        values[-5 * 8 : -4 * 8] = values[-4 * 8 : -3 * 8]
+        return scores if len(batch) == 1 else dataclasses.replace(scores, values=values)
+
+    engine.read_matrix = wrong
+    try:
+        await engine.self_test()
+    finally:
+        del engine.read_matrix
+
+
+def check_self_test(engine: EngineProcess) -> None:
+    seconds, step = engine.call(time_of_self_test)
+    assert seconds < 30
+    assert 0 < step < 60
+
+
+def test_exact_engines_pass_their_self_test_in_seconds_and_say_how_long_a_step_may_take(tiny, tiny_cramped):
+    check_self_test(tiny)
+    check_self_test(tiny_cramped)
+
+
+def test_an_engine_with_one_stale_row_in_a_second_chunk_fails_its_self_test(tiny):
+    with pytest.raises(SelfTestFailed, match="copy 1 of 2 of a read at once and the read alone differ"):
+        tiny.call(self_test_with_a_stale_row)
+
+
 def test_logits_are_hugging_faces_logits(tiny_logits, tiny_model):
     read = {"prompt_ids": ids(37), "response_ids": ids(90, 1), "candidate_ids": candidates_of(90, 64)}
     with torch.inference_mode():
@@ -386,6 +433,10 @@ def test_logits_are_hugging_faces_logits(tiny_logits, tiny_model):
     assert matrix.meta.scores == labels.meta.scores == "logits"
     (padded,) = tiny_logits.read_matrix([MatrixRead([5], [6], [[7, -1]])])
     assert np.isneginf(padded.logprobs).tolist() == [[False, True]]
+
+
+def test_an_engine_of_logits_passes_its_self_test(tiny_logits):
+    check_self_test(tiny_logits)
 
 
 def test_more_rows_than_vllm_scores_at_once_are_exact(tiny_logits, tiny_model):
@@ -464,3 +515,7 @@ def test_a_float32_head_brings_a_bfloat16_body_closer_to_the_truth(
     assert mean_error(with_head, truth) < mean_error(plain, truth)
     assert (plain.meta.dtype, plain.meta.head_dtype) == ("bfloat16", "bfloat16")
     assert (with_head.meta.dtype, with_head.meta.head_dtype) == ("bfloat16", "float32")
+
+
+def test_a_bfloat16_engine_passes_its_self_test(smollm2_bf16):
+    check_self_test(smollm2_bf16)

@@ -1,14 +1,11 @@
-"""The start-up self-test passes engines that are right, and finds the faults that engines have had."""
+"""The start-up self-test finds the faults that engines have had. `test_exactness.py` asks it of real engines."""
 
 import asyncio
-import dataclasses
-import time
 
 import numpy as np
 import pytest
 
 from scoring import LabelBatch, LabelScores, MatrixBatch, MatrixScores, ReadMeta
-from scoring.engine import TeacherEngine
 from scoring.errors import SelfTestFailed, TeacherUnavailable
 from scoring.limits import TeacherLimits
 from scoring.self_test import WINDOW, Probe, check_engine, plan_probe
@@ -157,51 +154,3 @@ def test_a_read_that_fails_is_raised():
 
     with pytest.raises(TeacherUnavailable, match="is not there"):
         check(Failing(), float32=True)
-
-
-# Real engines.
-
-
-async def time_of_self_test(engine: TeacherEngine) -> tuple[float, float]:
-    """Seconds that the self-test takes, and how long a full step may take after it."""
-    started = time.monotonic()
-    await engine.self_test()
-    return time.monotonic() - started, engine.progress().longest_step_s
-
-
-async def self_test_with_stale_rows(engine: TeacherEngine) -> None:
-    """The self-test of an engine that answers the last read of several with the rows of the first, 64 of them."""
-    read_matrix = engine.read_matrix
-
-    async def wrong(batch: MatrixBatch, **options) -> MatrixScores:
-        scores = await read_matrix(batch, **options)
-        values = scores.values.copy()
-        values[-5 * 8 : -4 * 8] = values[-4 * 8 : -3 * 8]
-        return scores if len(batch) == 1 else dataclasses.replace(scores, values=values)
-
-    engine.read_matrix = wrong
-    try:
-        await engine.self_test()
-    finally:
-        del engine.read_matrix
-
-
-def test_the_tiny_engine_passes_in_chunks_and_so_cheaply(tiny):
-    seconds, _ = tiny.call(time_of_self_test)
-    assert seconds < 5
-    with pytest.raises(SelfTestFailed, match="copy 1 of 2"):
-        tiny.call(self_test_with_stale_rows)
-
-
-def test_an_engine_that_preempts_passes(tiny_cramped):
-    tiny_cramped.call(TeacherEngine.self_test)
-
-
-def test_an_engine_that_answers_with_logits_passes(tiny_logits):
-    tiny_logits.call(TeacherEngine.self_test)
-
-
-def test_a_bfloat16_engine_passes_in_seconds_and_says_how_long_a_step_may_take(smollm2_bf16):
-    seconds, step = smollm2_bf16.call(time_of_self_test)
-    assert seconds < 30
-    assert step > 0.1  # of 2,048 tokens
