@@ -259,7 +259,7 @@ def outstanding():
 
 def leave_early_over_http(application, reads):
     with httpx.Client(timeout=0.5) as http, pytest.raises(httpx.ReadTimeout):
-        http.post(f"{application.url}/v1/matrix-reads", content=encode_batch("matrix", MatrixBatch.from_reads(reads)),
+        http.post(f"{application.url}/v1/matrix-reads", content=encode_batch(MatrixBatch.from_reads(reads)),
                   headers={"content-type": "application/vnd.safetensors"})  # fmt: skip
 
 
