@@ -56,6 +56,7 @@ def _teacher(name: str, config: TeacherConfig) -> Application:
         max_ongoing_requests=_MAX_CALLS,
         request_router_config=RequestRouterConfig(request_router_class=pinning.PinnedRequestRouter),
         health_check_period_s=2,
+        health_check_timeout_s=10,  # it never waits for the engine; a replica that is silent for so long is stopped
         graceful_shutdown_timeout_s=20,
         logging_config={"enable_access_log": False},
         **placement.deployment_options(config),

@@ -38,7 +38,7 @@ from deployments.router import Router
 from deployments.vllm_routes import vllm_routes
 from scoring import wire
 from scoring.adapters import Adapter
-from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
+from scoring.batches import SCHEMA_VERSION
 from scoring.errors import (
     DeadlineExceeded,
     InvalidAdapter,
@@ -49,7 +49,6 @@ from scoring.errors import (
 )
 from scoring.limits import BatchLimits
 from scoring.reads import LabelRead
-from scoring.scores import LabelScores, MatrixScores
 
 logger = logging.getLogger("ray.serve")
 
@@ -60,9 +59,6 @@ _READY_TIMEOUT_S = 5.0
 _ADAPTER_TIMEOUT_S = 60.0
 _READY_READ_S = 4.0  # the sooner, so that a read's own error is heard
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
-
-_BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
-_SCORES = {"matrix": MatrixScores, "label": LabelScores}
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000)
@@ -282,7 +278,7 @@ async def _answer_reads(kind: wire.Kind, request: Request, router: Router, limit
     batch, failed, options = await beside_the_loop(len(data), parse, kind, data)
     if failed and not options.return_exceptions:
         raise failed[min(failed)]
-    scores = _SCORES[kind].assemble(0, [])
+    scores = wire.SCORES[kind].assemble(0, [])
     if len(batch):
         left = options.timeout_s - (time.monotonic() - arrived)
         if left <= 0:
@@ -308,14 +304,14 @@ def _parse_json(kind: wire.Kind, data: bytes) -> tuple[Any, dict[int, ScoringErr
     reads, options = wire.reads_from_json(kind, wire.loads(data))
     failed = {i: read for i, read in enumerate(reads) if isinstance(read, ScoringError)}
     good = [read for read in reads if not isinstance(read, ScoringError)]
-    return _BATCH[kind].from_reads(good), failed, options
+    return wire.BATCH[kind].from_reads(good), failed, options
 
 
 def _with_failed(kind: wire.Kind, scores: Any, failed: dict[int, ScoringError]) -> Any:
     """`scores` of the good reads, with the failed ones back in their places."""
     if not failed:
         return scores
-    answer, count = _SCORES[kind], len(scores) + len(failed)
+    answer, count = wire.SCORES[kind], len(scores) + len(failed)
     good = np.array([i for i in range(count) if i not in failed], dtype=np.int64)  # int64 [len(scores)]
     parts = [(np.array([i]), answer.failed(error, 1), np.array([0])) for i, error in failed.items()]
     return answer.assemble(count, [(good, scores, np.arange(len(scores))), *parts])

@@ -169,19 +169,21 @@ class MatrixBatch(_Ragged):
     def from_reads(cls, reads: Sequence[MatrixRead]) -> MatrixBatch:
         """The batch of these reads, in their order."""
         teachers, teacher_index = _teachers(reads)
-        ids, offsets = _concatenate([part for r in reads for part in (r.prompt_ids, r.response_ids)], 2)
-        candidates, candidate_offsets = _concatenate(
-            [_EMPTY if r.candidate_ids is None else r.candidate_ids.reshape(-1) for r in reads]
+        ids, offsets = end_to_end(
+            [part for r in reads for part in (r.prompt_ids, r.response_ids)], np.int32, per_read=2
         )
-        rows, row_offsets = _concatenate([_NO_ROWS if r.rows is None else r.rows for r in reads])
+        candidates, candidate_offsets = end_to_end(
+            [_EMPTY if r.candidate_ids is None else r.candidate_ids.reshape(-1) for r in reads], np.int32
+        )
+        rows, row_offsets = end_to_end([_NO_ROWS if r.rows is None else r.rows for r in reads], np.int64)
         return cls(
-            ids=ids.astype(np.int32, copy=False),
+            ids=ids,
             offsets=offsets,
             prompt_lens=np.array([len(r.prompt_ids) for r in reads], dtype=np.int64),
-            candidate_ids=candidates.astype(np.int32, copy=False),
+            candidate_ids=candidates,
             candidate_offsets=candidate_offsets,
             widths=np.array([r.width for r in reads], dtype=np.int64),
-            rows=rows.astype(np.int64, copy=False),
+            rows=rows,
             row_offsets=row_offsets,
             modes=np.array([_mode(r) for r in reads], dtype=np.uint8),
             top_k=np.array([r.top_k for r in reads], dtype=np.int32),
@@ -364,12 +366,12 @@ class LabelBatch(_Ragged):
     def from_reads(cls, reads: Sequence[LabelRead]) -> LabelBatch:
         """The batch of these reads, in their order."""
         teachers, teacher_index = _teachers(reads)
-        ids, offsets = _concatenate([r.prompt_ids for r in reads])
-        labels, label_offsets = _concatenate([r.label_ids for r in reads])
+        ids, offsets = end_to_end([r.prompt_ids for r in reads], np.int32)
+        labels, label_offsets = end_to_end([r.label_ids for r in reads], np.int32)
         return cls(
-            ids=ids.astype(np.int32, copy=False),
+            ids=ids,
             offsets=offsets,
-            label_ids=labels.astype(np.int32, copy=False),
+            label_ids=labels,
             label_offsets=label_offsets,
             priority=np.array([r.priority for r in reads], dtype=np.int32),
             expect_version=_versions(reads),
@@ -446,18 +448,21 @@ def _versions(reads: Sequence[MatrixRead | LabelRead]) -> np.ndarray:
     return np.array([NO_VERSION if r.expect_version is None else r.expect_version for r in reads], dtype=np.int64)
 
 
-def _concatenate(parts: list[np.ndarray], per_read: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """The parts end to end, and where each read (of `per_read` parts) starts, with the end."""
-    lengths = np.array([len(p) for p in parts], dtype=np.int64).reshape(-1, per_read).sum(axis=1)
-    flat = np.concatenate(parts) if parts else _EMPTY
+def end_to_end(pieces: Sequence[np.ndarray], dtype: Any, per_read: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """A ragged array of its pieces: all of them end to end, and int64 [N + 1] where each read's begin, with the end.
+
+    Args:
+        dtype: of the flat array.
+        per_read: pieces of one read.
+    """
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64).reshape(-1, per_read).sum(axis=1)
+    flat = np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.zeros(0, dtype)
     return flat, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def _gather(flat: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces `indices` of a ragged array, end to end, with their new offsets."""
-    new_offsets = np.concatenate([[0], np.cumsum(np.diff(offsets)[indices])]).astype(np.int64)
-    pieces = [flat[offsets[i] : offsets[i + 1]] for i in indices]
-    return (np.concatenate(pieces) if pieces else flat[:0]), new_offsets
+    """The pieces `indices` of a ragged array as one of their own."""
+    return end_to_end([flat[offsets[i] : offsets[i + 1]] for i in indices], flat.dtype)
 
 
 def _array(value: Any) -> np.ndarray:

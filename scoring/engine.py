@@ -33,7 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from scoring.adapters import Adapter, check_adapter
-from scoring.batches import LabelBatch, MatrixBatch
+from scoring.batches import LabelBatch, MatrixBatch, end_to_end
 from scoring.checkpoint import checkpoint_dtype, checkpoint_hash, tokenizer_hash
 from scoring.errors import (
     DeadlineExceeded,
@@ -203,9 +203,13 @@ class TeacherEngine:
             return await self._matrix(batch[i], trace_headers, await self._adapter(batch[i], adapters))
 
         answers = await self._gather(batch.tokens(), answer, timeout_s)
+        values, offsets = end_to_end([a.values.reshape(-1) for a in answers], np.float32)
+        rows, row_offsets = end_to_end([a.rows for a in answers], np.int64)
         return MatrixScores(
-            **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
-            **_ragged("rows", "row_offsets", [a.rows for a in answers], np.int64),
+            values=values,
+            offsets=offsets,
+            rows=rows,
+            row_offsets=row_offsets,
             widths=np.array([a.values.shape[-1] - 1 for a in answers], dtype=np.int64),
             **self._columns(batch, answers, adapters or {}),
         )
@@ -224,8 +228,10 @@ class TeacherEngine:
             return await self._label(batch[i], trace_headers, await self._adapter(batch[i], adapters))
 
         answers = await self._gather(batch.tokens(), answer, timeout_s)
+        values, offsets = end_to_end([a.values.reshape(-1) for a in answers], np.float32)
         return LabelScores(
-            **_ragged("values", "offsets", [a.values.reshape(-1) for a in answers], np.float32),
+            values=values,
+            offsets=offsets,
             **self._columns(batch, answers, adapters or {}),
         )
 
@@ -560,12 +566,6 @@ def _next_token(output: RequestOutput) -> int:
 
 def _failure(error: ScoringError) -> _Answer:
     return _Answer(np.zeros((0, 1), np.float32), np.zeros(0, np.int64), 0, 0, 0, error=error)
-
-
-def _ragged(name: str, offsets: str, pieces: list[np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
-    lengths = np.array([len(p) for p in pieces], dtype=np.int64)
-    flat = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
-    return {name: flat, offsets: np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:

@@ -59,9 +59,6 @@ _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 # What a status means in an answer that is not the service's own, but a proxy's.
 _BY_STATUS = {429: Overloaded, 504: DeadlineExceeded} | dict.fromkeys((500, 502, 503), TeacherUnavailable)
 
-_BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
-_SCORES = {"matrix": MatrixScores, "label": LabelScores}
-
 
 @dataclass(frozen=True)
 class _Send:
@@ -109,7 +106,7 @@ class _Client:
     ) -> _Steps:
         """The exchanges of a batch for its scores: one, or as many as the service's limits and refusals ask for."""
         options = wire.ReadOptions(self._timeout_s if timeout_s is None else timeout_s, return_exceptions)
-        batch = _BATCH[kind].of(reads)
+        batch = wire.BATCH[kind].of(reads)
         deadline = time.monotonic() + options.timeout_s
         left, parts, refusals = [np.arange(len(batch))], [], 0
         while left:
@@ -138,7 +135,7 @@ class _Client:
                 yield _Wait(pause)
             kept = np.setdiff1d(np.arange(len(piece)), again)
             parts.append((piece[kept], scores, kept))
-        return parts[0][1] if len(parts) == 1 else _SCORES[kind].assemble(len(batch), parts)
+        return parts[0][1] if len(parts) == 1 else wire.SCORES[kind].assemble(len(batch), parts)
 
     def _learn(self, error: BatchTooLarge) -> bool:
         """Take in the limits that came with a refusal. False when they bring nothing new, or none came."""
@@ -340,7 +337,7 @@ class AsyncHttpScoringClient(_Client):
         return_exceptions: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[tuple[int, Any]]:
-        batch = _BATCH[kind].of(reads)
+        batch = wire.BATCH[kind].of(reads)
         deadline = time.monotonic() + wire.ReadOptions(self._timeout_s if timeout_s is None else timeout_s).timeout_s
         turns = asyncio.Semaphore(_PIECES_AT_ONCE)
 
@@ -350,7 +347,7 @@ class AsyncHttpScoringClient(_Client):
                 try:
                     return piece, await self._run(self._read(kind, batch.select(piece), left, True, trace_headers))
                 except ScoringError as error:
-                    return piece, _SCORES[kind].failed(error, len(piece))
+                    return piece, wire.SCORES[kind].failed(error, len(piece))
 
         number = (np.cumsum(batch.tokens()) - batch.tokens()) // _PIECE_TOKENS  # int64 [N]
         pieces = np.split(np.arange(len(batch)), np.flatnonzero(np.diff(number)) + 1) if len(batch) else []
@@ -408,7 +405,7 @@ def _read(
 ) -> _Steps:
     """The exchange of one batch for its scores."""
     if not len(batch):
-        return _SCORES[kind].assemble(0, [])
+        return wire.SCORES[kind].assemble(0, [])
     form = wire.SAFETENSORS if binary else "application/json"
 
     def request(left: float) -> _Send:

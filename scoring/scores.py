@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from scoring.batches import SCHEMA_VERSION
+from scoring.batches import SCHEMA_VERSION, end_to_end
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer
 
 NO_TOKEN = -1
@@ -191,12 +191,11 @@ class _Scores:
             name: np.array([getattr(s, name)[i] for s, i in origin], dtype=dtype)
             for name, dtype in cls._columns.items()
         }
-        pieces = [s.values[s.offsets[i] : s.offsets[i + 1]] for s, i in origin]
-        lengths = np.array([len(p) for p in pieces], dtype=np.int64)
+        values, offsets = end_to_end([s.values[s.offsets[i] : s.offsets[i + 1]] for s, i in origin], np.float32)
         rows = cls._gather_rows(origin)
         return cls(
-            values=np.concatenate(pieces) if pieces else np.zeros(0, np.float32),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            values=values,
+            offsets=offsets,
             meta_index=np.array(
                 [-1 if i in s.errors else metas[s.metas[s.meta_index[i]]] for s, i in origin], dtype=np.int32
             ),
@@ -224,7 +223,8 @@ class _Scores:
         )
 
 
-_PER_READ = dict.fromkeys(("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token"), np.int32)
+PER_READ = dict.fromkeys(("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token"), np.int32)
+"""The columns of both answers that a read's `ReadMeta` is completed from, and their dtypes."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -239,7 +239,7 @@ class MatrixScores(_Scores):
     rows: np.ndarray  # int64, flat: the rows answered
     row_offsets: np.ndarray  # int64 [N + 1] into rows
 
-    _columns = {**_PER_READ, "widths": np.int64}  # noqa: RUF012
+    _columns = {**PER_READ, "widths": np.int64}  # noqa: RUF012
     _answer = ("logprobs", "response_logprobs", "rows", "meta")
 
     def _score(self, i: int, piece: np.ndarray, meta: ReadMeta) -> MatrixScore:
@@ -249,12 +249,8 @@ class MatrixScores(_Scores):
 
     @classmethod
     def _gather_rows(cls, origin: list[tuple[MatrixScores, int]]) -> dict[str, np.ndarray]:
-        pieces = [s.rows[s.row_offsets[i] : s.row_offsets[i + 1]] for s, i in origin]
-        lengths = np.array([len(p) for p in pieces], dtype=np.int64)
-        return {
-            "rows": np.concatenate(pieces) if pieces else np.zeros(0, np.int64),
-            "row_offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        }
+        rows, row_offsets = end_to_end([s.rows[s.row_offsets[i] : s.row_offsets[i + 1]] for s, i in origin], np.int64)
+        return {"rows": rows, "row_offsets": row_offsets}
 
     def to_padded(self, width: int, fill: float) -> PaddedScores:
         """The answers as rectangular arrays of `width` rows, rows beyond a read's own filled with `fill`.
@@ -307,7 +303,7 @@ class PaddedScores:
 class LabelScores(_Scores):
     """The answers to a `LabelBatch`: read i's piece of `values` is float32 [L], in its labels' order."""
 
-    _columns = _PER_READ
+    _columns = PER_READ
     _answer = ("logprobs", "meta")
 
     def _score(self, i: int, piece: np.ndarray, meta: ReadMeta) -> LabelScore:

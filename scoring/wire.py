@@ -20,11 +20,11 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save
 
-from scoring.batches import OMITTED, ROWS, SCHEMA_VERSION, UNKNOWN_TO_MINUS_INF, LabelBatch, MatrixBatch
+from scoring.batches import OMITTED, ROWS, SCHEMA_VERSION, UNKNOWN_TO_MINUS_INF, LabelBatch, MatrixBatch, end_to_end
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer, from_dict
 from scoring.ids import PAD
 from scoring.reads import LabelRead, MatrixRead, read_from_fields
-from scoring.scores import NO_TOKEN, LabelScores, MatrixScores, ReadMeta
+from scoring.scores import NO_TOKEN, PER_READ, LabelScores, MatrixScores, ReadMeta
 
 SAFETENSORS = "application/vnd.safetensors"
 """Media type of the binary form."""
@@ -38,9 +38,9 @@ MAX_BATCH_HEADER = 1 << 20
 MAX_SCORES_HEADER = 64 << 20
 
 Kind = Literal["matrix", "label"]
-_BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
+BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
+SCORES = {"matrix": MatrixScores, "label": LabelScores}
 _READ = {"matrix": MatrixRead, "label": LabelRead}
-_SCORES = {"matrix": MatrixScores, "label": LabelScores}
 _OPTIONS = ("timeout_s", "return_exceptions")
 
 
@@ -92,14 +92,14 @@ def decode_batch(kind: Kind, data: bytes) -> tuple[MatrixBatch | LabelBatch, Rea
         InvalidRead: `data` is not a whole, well-formed request of this kind and schema version.
     """
     tensors, metadata = _load(
-        data, f"{kind}-reads", _BATCH[kind], ("teachers", "options"), MAX_BATCH_HEADER, InvalidRead
+        data, f"{kind}-reads", BATCH[kind], ("teachers", "options"), MAX_BATCH_HEADER, InvalidRead
     )
     options, teachers = metadata["options"], metadata["teachers"]
     if not isinstance(options, dict) or not set(options) <= set(_OPTIONS):
         raise InvalidRead(f"is {short(options)}; its names are {', '.join(_OPTIONS)}", field="options")
     if not isinstance(teachers, list):
         raise InvalidRead(f"is {short(teachers)}; it is a list of names", field="teachers")
-    batch = _BATCH[kind](**tensors, teachers=tuple(teachers))
+    batch = BATCH[kind](**tensors, teachers=tuple(teachers))
     if isinstance(batch, MatrixBatch):
         _refuse_stray_modes(batch)
     return batch, ReadOptions(**options)
@@ -127,7 +127,7 @@ def decode_scores(kind: Kind, data: bytes) -> MatrixScores | LabelScores:
         WrongEngineAnswer: `data` is not a whole, consistent answer of this kind and schema version, or holds a NaN.
     """
     tensors, metadata = _load(
-        data, f"{kind}-scores", _SCORES[kind], ("metas", "errors"), MAX_SCORES_HEADER, WrongEngineAnswer
+        data, f"{kind}-scores", SCORES[kind], ("metas", "errors"), MAX_SCORES_HEADER, WrongEngineAnswer
     )
     metas, errors = metadata["metas"], metadata["errors"]
     if not isinstance(metas, list) or not isinstance(errors, dict):
@@ -136,7 +136,7 @@ def decode_scores(kind: Kind, data: bytes) -> MatrixScores | LabelScores:
         by_read = {int(i): error_from_json(error) for i, error in errors.items()}
     except ValueError:
         raise WrongEngineAnswer("errors are named by the index of their read", field="errors") from None
-    scores = _SCORES[kind](**tensors, metas=tuple(_meta(m) for m in metas), errors=by_read)
+    scores = SCORES[kind](**tensors, metas=tuple(_meta(m) for m in metas), errors=by_read)
     _check_scores(scores)
     return scores
 
@@ -238,16 +238,16 @@ def scores_from_json(kind: Kind, body: Any) -> MatrixScores | LabelScores:
         if i not in errors:
             metas.append(_meta(result["meta"]))
     answered = np.array([i not in errors for i in range(len(pieces))], dtype=bool)
-    columns = {name: np.zeros(len(pieces), np.int32) for name in _PER_READ}
+    columns = {name: np.zeros(len(pieces), np.int32) for name in PER_READ}
     for name, column in columns.items():
         column[answered] = [getattr(meta, name) for meta in metas]
-    values, offsets = _flat(pieces, np.float32)
+    values, offsets = end_to_end(pieces, np.float32)
     if kind == "matrix":
         columns["widths"] = np.array(widths, dtype=np.int64)
-        columns["rows"], columns["row_offsets"] = _flat(rows, np.int64)
+        columns["rows"], columns["row_offsets"] = end_to_end(rows, np.int64)
     meta_index = np.full(len(pieces), -1, np.int32)
     meta_index[answered] = np.arange(len(metas))
-    scores = _SCORES[kind](
+    scores = SCORES[kind](
         values=values, offsets=offsets, meta_index=meta_index, metas=tuple(metas), errors=errors, **columns
     )
     _check_scores(scores)
@@ -412,7 +412,6 @@ def _refuse_stray_modes(batch: MatrixBatch) -> None:
 
 # ---------------------------------------------------------------- parts of JSON
 
-_PER_READ = ("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token")
 # What a result holds; of a failed read, nothing.
 _NOTHING = {
     "matrix": {"logprobs": [], "response_logprobs": [], "rows": [], "shape": [0, 0], "meta": None},
@@ -500,12 +499,6 @@ def _block(result: dict[str, Any], read: int) -> tuple[np.ndarray, np.ndarray]:
     return block, np.array(rows, dtype=np.int64)
 
 
-def _flat(pieces: list[np.ndarray], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces end to end, and int64 [N + 1] where each starts."""
-    offsets = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
-    return np.concatenate([*pieces, np.zeros(0, dtype)]), offsets
-
-
 def _meta(fields_: Any) -> ReadMeta:
     due = {f.name: f.type for f in fields(ReadMeta)}
     if not isinstance(fields_, dict) or set(fields_) != set(due):
@@ -521,7 +514,7 @@ def _meta(fields_: Any) -> ReadMeta:
 # ---------------------------------------------------------------- consistency of an answer
 
 _SCORE_DTYPES = {"values": np.float32, "offsets": np.int64, "widths": np.int64, "rows": np.int64} | {
-    name: np.int32 for name in (*_PER_READ, "meta_index")
+    name: np.int32 for name in (*PER_READ, "meta_index")
 }
 _SCORE_DTYPES["row_offsets"] = np.int64
 
