@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -402,13 +401,13 @@ class TeacherEngine:
         # Tokens after the last row asked for cannot change it (the model is causal), so they are not sent.
         sequence = np.concatenate([read.prompt_ids, read.response_ids[: last + 1]]).tolist()
         start = len(read.prompt_ids) - 1 + first
-        ask = functools.partial(self._generate, sequence, priority=read.priority, trace_headers=trace_headers)
-        output = await ask(self._scoring_params(columns, start), adapter=adapter)
+        asked = {"priority": read.priority, "trace_headers": trace_headers, "adapter": adapter}
+        output = await self._generate(sequence, self._scoring_params(columns, start), **asked)
         if output.prompt_token_id_logprobs is None:
             # vLLM drops the scores of a prefill that began after `start` (a prefix cache hit too long).
             logger.warning("vLLM returned no scores for a read; asking again without its prefix cache")
             params = self._scoring_params(columns, start, skip_reading_prefix_cache=True)
-            output = await ask(params, adapter=adapter)
+            output = await self._generate(sequence, params, **asked)
         values = check_matrix_answer(output.prompt_token_id_logprobs, columns)
         self._check_prompt(output, len(sequence))
         values = values[rows - first]
