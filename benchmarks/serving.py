@@ -106,9 +106,9 @@ def main() -> None:
     short = make_reads(np.full(1, 64), width=16)
 
     teacher = {"model": checkpoint, "dtype": "bfloat16", "engine_args": ENGINE_ARGS}
-    teachers = {"one": teacher | {"num_replicas": 1}, "two": teacher | {"num_replicas": 2}}
+    teachers = {"one": teacher | {"num_replicas": 1}, "default": teacher | {"num_replicas": 2}}
     print("starting two teachers and two bare engines", flush=True)
-    service = ServeProcess(folder, {"teachers": teachers, "default_teacher": "two"})
+    service = ServeProcess(folder, {"teachers": teachers})
     with service.connected():
         service.wait_for_replicas(2)
         cores = sorted(os.sched_getaffinity(0))[:2]
@@ -126,12 +126,13 @@ def measure(
 ) -> None:
     from dataclasses import replace
 
+    from benchmarks.serving import bare  # by the name under which the engines' processes find it
     from deployments import ScoringClient
 
     client, http = ScoringClient(), HttpScoringClient(service.url)
     served = {
         (teacher, kind): [replace(read, teacher=teacher) for read in some]
-        for teacher in ("one", "two")
+        for teacher in ("one", "default")
         for kind, some in reads.items()
     }
 
@@ -140,7 +141,7 @@ def measure(
         with ThreadPoolExecutor() as threads:
             return seconds(lambda: list(threads.map(lambda i: engines[i].call(bare, some[i::2]), (0, 1))))
 
-    label = [LabelRead([1], [2, 3], teacher="two")]
+    label = [LabelRead([1], [2, 3], teacher="default")]
 
     def one_by_one(ask: Callable[[], Any]) -> float:
         """Median seconds of calls that are made one after the other."""
@@ -153,11 +154,11 @@ def measure(
 
     ways: dict[str, Callable[[], float]] = {
         "mixed, one replica": lambda: seconds(lambda: client.read_matrix(served["one", "mixed"])),
-        "mixed, two replicas": lambda: seconds(lambda: client.read_matrix(served["two", "mixed"])),
+        "mixed, two replicas": lambda: seconds(lambda: client.read_matrix(served["default", "mixed"])),
         "even, bare engine": lambda: engines[0].call(bare, reads["even"]),
         "even, one replica": lambda: seconds(lambda: client.read_matrix(served["one", "even"])),
         "even, two bare engines": lambda: by_both(reads["even"]),
-        "even, two replicas": lambda: seconds(lambda: client.read_matrix(served["two", "even"])),
+        "even, two replicas": lambda: seconds(lambda: client.read_matrix(served["default", "even"])),
         "single, bare engine": lambda: statistics.median(
             engines[0].call(bare, reads["short"]) for _ in range(options.single)
         ),

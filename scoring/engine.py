@@ -316,7 +316,7 @@ class TeacherEngine:
         By its deadline the engine has long counted as stalled, if it makes no steps.
         """
         no_tokens = np.zeros(1, np.int64)  # it is nobody's, so that it never stands in a caller's way
-        (answer,) = await self._gather(no_tokens, lambda i: self._label(_CANARY, None), 2 * self._meter.bound_s)
+        (answer,) = await self._gather(no_tokens, lambda i: self._label(_CANARY, None, None), 2 * self._meter.bound_s)
         self._canary_error = answer.error
 
     async def _gather(
