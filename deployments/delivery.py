@@ -126,7 +126,7 @@ class _Delivery:
         untried = outcome.replica is not None and set(outcome.lanes.replicas()) - self._refused_by
         if self._patience_s is not None and not untried and now() - self._refused_since >= self._patience_s:
             return [self._failed(reads, error)]
-        self.place(outcome.lanes, reads, 0.0 if untried else _pause(self._refusals))
+        self.place(outcome.lanes, reads, 0.0 if untried else _pause(self._refusals), self._refused_by)
         self._refusals += 1
         return []
 
@@ -146,4 +146,4 @@ class _Delivery:
 
 def _pause(attempt: int) -> float:
     """Seconds before another try: doubling, and never the same for two callers."""
-    return min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+    return min(_FIRST_PAUSE_S * 2 ** min(attempt, 10), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)

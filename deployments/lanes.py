@@ -86,9 +86,8 @@ class _Chunk:
     reads: np.ndarray  # int64 [n]
     tokens: int
     priority: int
-    copies: int = 1  # lanes it waits in or was sent from; two when it was hedged
-    hedged: bool = False
     done: bool = False
+    lanes: set[_Lane] = field(default_factory=set)  # it waits in or was sent from; two when it was hedged
     tasks: set[asyncio.Task] = field(default_factory=set)
 
 
@@ -122,6 +121,7 @@ class _Lane:
     def add(self, chunk: _Chunk, first: bool = False) -> None:
         queue = self.waiting.setdefault(chunk.call, deque())
         queue.appendleft(chunk) if first else queue.append(chunk)
+        chunk.lanes.add(self)
         self.waiting_tokens += chunk.tokens
 
     def next(self) -> _Chunk:
@@ -200,6 +200,7 @@ class Lanes:
 
         Raises:
             TeacherUnavailable: no replica came before the call's deadline.
+            DeadlineExceeded: the call's deadline has come.
             Overloaded: the call is bounded, and its replicas have their fill.
         """
         running = await self._replicas.wait(call.deadline)
@@ -208,6 +209,8 @@ class Lanes:
             self._window, self._limit = _WINDOW_STEPS * info["max_batched_tokens"], info["max_outstanding_tokens"]
             running = self._replicas.running() or running
         self._follow(running)
+        if now() >= call.deadline:  # past `expire`: what waited now would wait for ever
+            raise DeadlineExceeded("no replica took it before its deadline (timeout_s)")
         if call.bounded:
             self._admit(int(call.tokens[reads].sum()))
         self._plan(call, reads, avoid)
@@ -225,7 +228,7 @@ class Lanes:
         error = DeadlineExceeded("its turn did not come before its deadline (timeout_s)")
         for lane in self._lanes.values():
             for chunk in lane.take(call):
-                self._copy_ended(chunk, error)
+                self._copy_ended(lane, chunk, error)
 
     def _admit(self, tokens: int) -> None:
         load = sum(lane.load + lane.others for lane in self._lanes.values())
@@ -283,10 +286,10 @@ class Lanes:
         for lane in lanes:
             for call in list(lane.waiting):
                 for chunk in lane.take(call):
-                    if chunk.hedged:  # under way already, whole
-                        chunk.copies -= 1
-                        self._duplicate(chunk)
-                    else:
+                    chunk.lanes.discard(lane)
+                    if chunk.lanes:  # under way already, whole
+                        self._hedge(chunk)
+                    elif not chunk.done:
                         calls.setdefault(call, []).append(chunk.reads)
         for call, reads in calls.items():
             self._plan(call, np.concatenate(reads))
@@ -318,14 +321,19 @@ class Lanes:
             chunk.tasks.discard(task)
             chunk.call.tasks.discard(task)
             lane.settle(chunk)
-            self._pump(lane)
-            if not lane.waiting and lane.sent_tokens <= self._window // _CHUNKS_A_WINDOW:
-                self._share_with(lane)
+            if task.cancelled():
+                self._copy_ended(lane, chunk, ReplicaLost("the call was called off"))
+            self._go_on(lane)
 
         return settled
 
+    def _go_on(self, lane: _Lane) -> None:
+        """Send what there is room for now; a lane about to run dry shares what waits at others."""
+        self._pump(lane)
+        if not lane.waiting and lane.sent_tokens <= self._window // _CHUNKS_A_WINDOW:
+            self._share_with(lane)
+
     def _share_with(self, idle: _Lane) -> None:
-        """Plan again when a lane is about to run dry while others have chunks waiting."""
         behind = [lane for lane in self._lanes.values() if lane is not idle and lane.waiting]
         if behind and idle in self._usable():
             self._plan_again(behind)
@@ -344,27 +352,27 @@ class Lanes:
             )
         except Overloaded as error:
             lane.refuses_until = now() + _REFUSAL_S
-            asyncio.get_running_loop().call_later(_REFUSAL_S, self._pump, lane)
-            self._copy_ended(chunk, error, lane.replica)
+            asyncio.get_running_loop().call_later(_REFUSAL_S, self._go_on, lane)
+            self._copy_ended(lane, chunk, error)
         except TeacherUnavailable as error:  # it is leaving
-            self._copy_ended(chunk, ReplicaLost(error.message), lane.replica)
+            self._copy_ended(lane, chunk, ReplicaLost(error.message))
         except (ReplicaLost, ScoringError) as error:
-            self._copy_ended(chunk, error, lane.replica)
+            self._copy_ended(lane, chunk, error)
         except Exception as error:
             logger.exception("a chunk could not be sent")
-            self._copy_ended(chunk, ScoringError(f"{type(error).__name__}: {error}"), lane.replica)
+            self._copy_ended(lane, chunk, ScoringError(f"{type(error).__name__}: {error}"))
         else:
             lane.hear(outstanding + chunk.tokens)  # this chunk is settled there, not yet here
             lane.silent = False
             self._ended(chunk, scores, lane.replica)
 
-    def _copy_ended(self, chunk: _Chunk, error: ScoringError | ReplicaLost, replica: str | None = None) -> None:
+    def _copy_ended(self, lane: _Lane, chunk: _Chunk, error: ScoringError | ReplicaLost) -> None:
         """A copy came to nothing: with the last one, so does the chunk."""
-        chunk.copies -= 1
-        if not chunk.copies and not chunk.done:
-            self._ended(chunk, error, replica)
+        chunk.lanes.discard(lane)
+        if not chunk.lanes:
+            self._ended(chunk, error, lane.replica)
 
-    def _ended(self, chunk: _Chunk, result: Any, replica: str | None) -> None:
+    def _ended(self, chunk: _Chunk, result: Any, replica: str) -> None:
         if chunk.done:
             return
         chunk.done = True
@@ -376,7 +384,7 @@ class Lanes:
         while any(lane.sent for lane in self._lanes.values()):
             await asyncio.sleep(_WATCH_S)
             self._follow(self._replicas.running() or tuple(self._lanes))
-            quiet = [lane for lane in self._lanes.values() if _age(lane) > _QUIET_S]
+            quiet = [lane for lane in self._lanes.values() if lane.silent or _age(lane) > _QUIET_S]
             await asyncio.gather(*(self._check(lane) for lane in quiet))
 
     async def _check(self, lane: _Lane) -> None:
@@ -385,32 +393,35 @@ class Lanes:
             beat = await self._replicas.call(lane.replica, "heartbeat", now())
         except ReplicaLost:  # so are its chunks, which will be planned again
             return
-        except ScoringError:
+        except Exception as error:
+            if not isinstance(error, ScoringError):
+                logger.exception("the heartbeat of replica %s could not be asked", lane.replica)
             silent = True
         else:
             lane.hear(beat["outstanding_tokens"])
-            still = min(beat["since_last_step_s"], _age(lane))
+            since = beat["since_last_step_s"]
+            still = min(since, _age(lane)) if lane.sent else since
             silent = still > max(_STALL_S, _STALL_STEPS * beat["longest_step_s"])
         if silent and not lane.silent:
             logger.warning("replica %s makes no progress; others take over its reads", lane.replica)
         lane.silent = silent
         if silent:
-            self._hedge(lane)
+            self._take_over(lane)
+        else:
+            self._go_on(lane)
 
-    def _hedge(self, lane: _Lane) -> None:
+    def _take_over(self, lane: _Lane) -> None:
         """Send the chunks of a silent lane to another lane as well; what only waits there moves."""
         for chunk in lane.sent:
-            if not chunk.hedged and not chunk.done:
-                self._duplicate(chunk)
+            if not chunk.done:
+                self._hedge(chunk)
         self._plan_again([lane])
         self._pump_all()
 
-    def _duplicate(self, chunk: _Chunk) -> None:
-        """Have a chunk that is under way wait at another lane too, before everything else of its call."""
+    def _hedge(self, chunk: _Chunk) -> None:
+        """Have a chunk whose lanes are all silent wait at another one too, before everything else of its call."""
         others = [lane for lane in self._lanes.values() if not lane.silent and chunk not in lane.sent]
-        chunk.hedged = bool(others)
-        if others:
-            chunk.copies += 1
+        if others and all(lane.silent for lane in chunk.lanes):
             min(others, key=lambda lane: lane.load).add(chunk, first=True)
 
 

@@ -54,8 +54,12 @@ class Coalescer:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
+        waiting = len(futures)
+
         def leave_if_alone(_: asyncio.Future) -> None:
-            if all(future.done() for future in futures):
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
                 task.cancel()
 
         for future in futures:

@@ -9,7 +9,7 @@ import gc
 import numpy as np
 import pytest
 
-from deployments.delivery import MAX_RETRIES
+from deployments.delivery import MAX_RETRIES, _pause
 from deployments.replica_calls import ReplicaLost
 from deployments.router import Router
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead, MatrixScores
@@ -205,6 +205,46 @@ async def test_a_silent_replica_is_used_again_once_it_takes_steps(router, replic
     await check(await router.read_matrix(reads, timeout_s=10), reads)
 
 
+async def test_chunks_move_on_until_they_meet_a_replica_that_lives(router, replicas):
+    for name in "abc":
+        replicas.by_name.setdefault(name, StandInReplica()).stopped = True
+    reads = reads_of(40, 100)
+    batch = asyncio.create_task(router.read_matrix(reads, timeout_s=10))
+    await asyncio.sleep(0.4)  # all are found silent, in whatever order
+    replicas.by_name["c"].stopped = False
+    await check(await asyncio.wait_for(batch, 5), reads)
+
+
+async def test_a_silent_replica_gets_reads_again_while_others_answer(router, replicas):
+    replica = replicas.by_name["a"]
+    replica.stopped = True
+    await router.read_matrix(reads_of(40, 100), timeout_s=10)
+    replica.stopped = False
+    called = replica.calls
+    for _ in range(20):
+        await router.read_matrix(reads_of(40, 100), timeout_s=10)
+    assert replica.calls > called
+
+
+async def test_a_call_that_is_called_off_elsewhere_is_lost_and_not_waited_for(router, replicas):
+    only(replicas).fail = lambda count: (_ for _ in ()).throw(asyncio.CancelledError)
+    with pytest.raises(TeacherUnavailable, match="lost"):
+        await asyncio.wait_for(router.read_matrix(READS), 5)
+
+
+async def test_a_heartbeat_that_fails_in_an_unforeseen_way_is_silence(router, replicas, monkeypatch):
+    call, replica = replicas.call, replicas.by_name["a"]
+    replica.stopped = True
+
+    async def failing(name, method, *args, **options):
+        if (name, method) == ("a", "heartbeat"):
+            raise RuntimeError
+        return await call(name, method, *args, **options)
+
+    monkeypatch.setattr(replicas, "call", failing)
+    await asyncio.wait_for(router.read_matrix(reads_of(4, 100)), 5)
+
+
 async def test_a_teacher_whose_only_replica_is_silent_keeps_the_deadline(router, replicas):
     only(replicas).stopped = True
     with pytest.raises(DeadlineExceeded):
@@ -273,6 +313,42 @@ async def test_a_callers_own_router_goes_on_until_there_is_room(router, replicas
     assert replica.largest_outstanding <= 250
 
 
+async def test_refusals_until_the_deadline_end_there(router, replicas):
+    for replica in replicas.by_name.values():
+        replica.fail = lambda count: (_ for _ in ()).throw(Overloaded("full", retry_after_s=1.0))
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(router.read_matrix(READS, timeout_s=0.2), 2)
+
+
+async def test_a_refused_read_does_not_wait_beyond_its_deadline_behind_others(router, replicas):
+    replica = only(replicas)
+    replica.fail = lambda count: (_ for _ in ()).throw(Overloaded("full")) if count == 1 else None
+    others = asyncio.create_task(router.read_matrix(reads_of(40, 100)))
+    await asyncio.sleep(0.01)
+    replica.stopped = True
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(router.read_matrix(reads_of(1, 100), timeout_s=0.2), 2)
+    others.cancel()
+
+
+async def test_reads_refused_within_an_answer_are_not_sent_there_at_once_again(router, replicas):
+    full, busy = replicas.by_name["a"], replicas.by_name["b"]
+    busy.step_s = 0.2
+    await router.read_labels([LabelRead([1], [2])])
+    full.fail = lambda count: (_ for _ in ()).throw(Overloaded("full"))
+    others = asyncio.create_task(router.read_matrix(reads_of(6, 100)))  # all of them at b, in the end
+    await asyncio.sleep(0.05)
+    full.calls = 0
+    full.fail = lambda count: MatrixScores.failed(Overloaded("no reads for now"), count)
+    await router.read_matrix(reads_of(1, 100))
+    assert full.calls <= 2
+    await others
+
+
+def test_the_pause_stays_bounded_after_thousands_of_refusals():
+    assert _pause(5000) <= 1.5
+
+
 async def test_a_router_that_serves_many_says_so_when_its_replicas_have_their_fill(replicas):
     only(replicas, step_s=0.1, max_outstanding_tokens=400)
     router = Router("app", CATALOG, serves_many=True)
@@ -337,6 +413,29 @@ async def test_submitted_reads_travel_together_and_fail_alone(router, replicas):
     assert replica.calls == 2  # the matrix reads, and the label read
     with pytest.raises(InvalidRead, match="submit takes a MatrixRead or a LabelRead"):
         coalescer.submit("text", 10)
+
+
+async def test_submitting_takes_time_in_proportion(monkeypatch):
+    """Counted in looks at futures: an answer looks at its own future only."""
+    looks = 0
+
+    class Future(asyncio.Future):
+        def done(self):
+            nonlocal looks
+            looks += 1
+            return super().done()
+
+    async def iterate(reads, **_):
+        for i in range(len(reads)):
+            yield i, i
+            await asyncio.sleep(0)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "create_future", lambda: Future(loop=loop))
+    coalescer = Coalescer({MatrixRead: iterate})
+    futures = [coalescer.submit(READS[0], 10) for _ in range(500)]
+    assert await asyncio.gather(*futures) == list(range(500))
+    assert looks < 20 * 500
 
 
 async def test_submitted_reads_that_nobody_waits_for_are_called_off(router, replicas):
