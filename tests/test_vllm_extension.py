@@ -432,3 +432,18 @@ def test_the_fields_that_the_guard_reads_exist_in_the_installed_vllm():
         assert name in ModelConfig.__dataclass_fields__ or hasattr(ModelConfig, name)
     for name in set(vars(config)) - {"model_config"}:
         assert name in VllmConfig.__dataclass_fields__
+
+
+def test_processes_of_an_engine_do_not_spin_while_they_wait():
+    code = (
+        "import zmq\n"
+        "from scoring.environment import prepare_engine_environment\n"
+        "prepare_engine_environment([0])\n"
+        "from scoring.vllm_extension.plugin import register\n"
+        "register(), register()\n"
+        "from vllm.distributed.device_communicators.shm_broadcast import SpinCondition\n"
+        "reader = SpinCondition(is_reader=True, context=zmq.Context(), notify_address='inproc://nobody')\n"
+        "print(reader.busy_loop_s)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "0.002", run.stderr

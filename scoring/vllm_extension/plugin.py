@@ -8,7 +8,7 @@ def register() -> None:
 
     On a CPU it takes the place of the hook through which the platform replaces Triton kernels. vLLM calls
     that hook in each worker just before it loads its runner, so processes without a worker (the caller's
-    own, the engine core) import nothing more and keep an unpatched torch.
+    own, the engine core) keep an unpatched torch. In all of them, waiting for each other is made to cost less.
 
     Raises:
         RuntimeError: on a CPU, a vLLM version that the kernels were not written for.
@@ -22,8 +22,10 @@ def register() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     from scoring.vllm_extension.version import require_supported
+    from scoring.vllm_extension.waiting import wait_without_spinning
 
     require_supported(vllm.__version__)
+    wait_without_spinning()
     hook = CpuPlatform.register_triton_kernel_overrides
     if hook.__func__ is not replace_kernels:
         CpuPlatform.vllms_own_kernel_overrides = hook
