@@ -134,7 +134,7 @@ class Ingress:
                 "adapters": {**adapters, name: adapter},
             }
             # A replica loads it, before anybody else asks for it.
-            router = Router(self._app_name, tried, serves_many=True)
+            router = self._router.with_catalog(tried)
             await router.read_labels([LabelRead([0], [0], teacher=name)], timeout_s=_ADAPTER_TIMEOUT_S)
             deployments[name], adapters[name] = deployments[base], adapter
             await self._record_adapters()

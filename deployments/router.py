@@ -53,6 +53,12 @@ class Router:
         self._lanes: dict[str, Lanes] = {}  # by deployment: aliases and adapters share them
         self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by teacher, with the time it was asked
 
+    def with_catalog(self, catalog: dict[str, Any]) -> Router:
+        """A Router that goes by another catalog, over the same replicas and with the same ledger."""
+        other = Router(self._app_name, catalog, self._serves_many)
+        other._lanes = self._lanes
+        return other
+
     async def names(self, timeout_s: float = 10) -> tuple[str, ...]:
         """The teachers' names, the default one first. Asks no teacher.
 
