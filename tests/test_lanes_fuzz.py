@@ -160,7 +160,7 @@ async def caller(rng: random.Random, *asked) -> None:
 
 
 @pytest.mark.parametrize("serves_many", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_whatever_happens_every_read_is_answered_once_and_nothing_is_left(monkeypatch, seed, serves_many):
     for name, value in {"_WATCH_S": 0.02, "_QUIET_S": 0.05, "_STALL_S": 0.1, "_REFUSAL_S": 0.005}.items():
         monkeypatch.setattr(f"deployments.lanes.{name}", value)
