@@ -125,15 +125,18 @@ class Ingress:
                 raise InvalidAdapter(
                     f"{name!r} is the name of a teacher; an adapter needs one of its own", field="name"
                 )
-            before = deployments.get(name), adapters.get(name)
             self._last_serial += 1
-            deployments[name], adapters[name] = deployments[base], Adapter(path, self._last_serial)
-            try:  # a replica loads it, before anybody else asks for it
-                await self._router.read_labels([LabelRead([0], [0], teacher=name)], timeout_s=_ADAPTER_TIMEOUT_S)
-            except BaseException:
-                for names, value in zip((deployments, adapters), before, strict=True):
-                    names.pop(name) if value is None else names.update({name: value})
-                raise
+            await self._record_adapters()  # a replica may know the serial from now on, whatever becomes of this
+            adapter = Adapter(path, self._last_serial)
+            tried = {
+                **self._catalog,
+                "deployments": {**deployments, name: deployments[base]},
+                "adapters": {**adapters, name: adapter},
+            }
+            # A replica loads it, before anybody else asks for it.
+            router = self._router.with_catalog(tried)
+            await router.read_labels([LabelRead([0], [0], teacher=name)], timeout_s=_ADAPTER_TIMEOUT_S)
+            deployments[name], adapters[name] = deployments[base], adapter
             await self._record_adapters()
         return self._catalog
 

@@ -218,10 +218,10 @@ class Lanes:
     def withdraw(self, call: Call) -> None:
         """Forget a call: what waits is dropped, what was sent is cancelled."""
         for lane in self._lanes.values():
-            lane.take(call)
+            if lane.take(call):
+                self._pump(lane)
         for task in call.tasks:
             task.cancel()
-        self._pump_all()
 
     def expire(self, call: Call) -> None:
         """Fail what of a call still waits here: its deadline has come."""
@@ -249,7 +249,7 @@ class Lanes:
         for lane in lanes:
             for chunk in self._cut(call, reads[shards.get(lane.replica, _NONE)]):
                 lane.add(chunk)
-        self._pump_all()
+            self._pump(lane)
 
     def _usable(self, avoid: Collection[str] = ()) -> list[_Lane]:
         """The lanes to plan over: those that nothing speaks against; of what is left, the least bad."""
@@ -293,10 +293,6 @@ class Lanes:
                         calls.setdefault(call, []).append(chunk.reads)
         for call, reads in calls.items():
             self._plan(call, np.concatenate(reads))
-
-    def _pump_all(self) -> None:
-        for lane in list(self._lanes.values()):
-            self._pump(lane)
 
     def _pump(self, lane: _Lane) -> None:
         """Send what the lane's window has room for."""
@@ -416,13 +412,14 @@ class Lanes:
             if not chunk.done:
                 self._hedge(chunk)
         self._plan_again([lane])
-        self._pump_all()
 
     def _hedge(self, chunk: _Chunk) -> None:
         """Have a chunk whose lanes are all silent wait at another one too, before everything else of its call."""
         others = [lane for lane in self._lanes.values() if not lane.silent and chunk not in lane.sent]
         if others and all(lane.silent for lane in chunk.lanes):
-            min(others, key=lambda lane: lane.load).add(chunk, first=True)
+            least = min(others, key=lambda lane: lane.load)
+            least.add(chunk, first=True)
+            self._pump(least)
 
 
 _NONE = np.zeros(0, dtype=np.int64)

@@ -53,6 +53,12 @@ class Router:
         self._lanes: dict[str, Lanes] = {}  # by deployment: aliases and adapters share them
         self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by teacher, with the time it was asked
 
+    def with_catalog(self, catalog: dict[str, Any]) -> Router:
+        """A Router that goes by another catalog, over the same replicas and with the same ledger."""
+        other = Router(self._app_name, catalog, self._serves_many)
+        other._lanes = self._lanes
+        return other
+
     async def names(self, timeout_s: float = 10) -> tuple[str, ...]:
         """The teachers' names, the default one first. Asks no teacher.
 
@@ -116,7 +122,7 @@ class Router:
         batch = LabelBatch.of(reads)
         return await self._read(LabelScores, "read_labels", batch, timeout_s, return_exceptions, trace_headers)
 
-    async def iter_matrix(
+    def iter_matrix(
         self,
         reads: MatrixBatch | Sequence[MatrixRead],
         *,
@@ -127,10 +133,9 @@ class Router:
         """(index, score) of every read, as they finish. Arguments and errors as for `read_matrix`."""
         batch = MatrixBatch.of(reads)
         parts = self._parts(MatrixScores, "read_matrix", batch, timeout_s, trace_headers)
-        async for item in _one_by_one(parts, return_exceptions):
-            yield item
+        return _one_by_one(parts, return_exceptions)
 
-    async def iter_labels(
+    def iter_labels(
         self,
         reads: LabelBatch | Sequence[LabelRead],
         *,
@@ -141,8 +146,7 @@ class Router:
         """(index, score) of every label read, as they finish."""
         batch = LabelBatch.of(reads)
         parts = self._parts(LabelScores, "read_labels", batch, timeout_s, trace_headers)
-        async for item in _one_by_one(parts, return_exceptions):
-            yield item
+        return _one_by_one(parts, return_exceptions)
 
     def outstanding(self) -> dict[str, dict[str, int]]:
         """The ledger: tokens that wait for or are outstanding on replicas, by deployment and replica, where there are

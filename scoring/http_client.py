@@ -112,14 +112,16 @@ class _Client:
         while left:
             piece = left.pop(0)
             part = batch if len(piece) == len(batch) else batch.select(piece)
-            if self._limits and len(cut := self._limits.cut(part)) > 1:
+            limits = self._limits
+            if limits and len(cut := limits.cut(part)) > 1:
                 left = [piece[reads] for reads in cut] + left
                 continue
             options = replace(options, timeout_s=max(deadline - time.monotonic(), 0.001))
             try:
                 scores = yield from _read(kind, part, options, self._binary, trace_headers or {})
             except BatchTooLarge as error:
-                if len(piece) < 2 or not self._learn(error):
+                self._learn(error)
+                if len(piece) < 2 or self._limits == limits:
                     raise
                 left.insert(0, piece)
                 continue
@@ -137,16 +139,14 @@ class _Client:
             parts.append((piece[kept], scores, kept))
         return parts[0][1] if len(parts) == 1 else wire.SCORES[kind].assemble(len(batch), parts)
 
-    def _learn(self, error: BatchTooLarge) -> bool:
-        """Take in the limits that came with a refusal. False when they bring nothing new, or none came."""
+    def _learn(self, error: BatchTooLarge) -> None:
+        """Take in the limits that came with a refusal, where any did."""
         try:
             limits = BatchLimits(**{f.name: int(error.details[f.name]) for f in fields(BatchLimits)})
         except (KeyError, TypeError, ValueError):
-            return False
+            return
         room = limits.max_request_bytes - _HEADER_BYTES if self._binary else limits.max_request_bytes // _JSON_SIZE
-        limits = replace(limits, max_request_bytes=max(room, 1))
-        news, self._limits = limits != self._limits, limits
-        return news
+        self._limits = replace(limits, max_request_bytes=max(room, 1))
 
 
 class HttpScoringClient(_Client):
@@ -310,7 +310,7 @@ class AsyncHttpScoringClient(_Client):
         """See `HttpScoringClient.read_labels`."""
         return await self._run(self._read("label", reads, timeout_s, return_exceptions, trace_headers))
 
-    async def iter_matrix(
+    def iter_matrix(
         self,
         reads: MatrixBatch | Sequence[MatrixRead],
         *,
@@ -319,8 +319,7 @@ class AsyncHttpScoringClient(_Client):
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[tuple[int, MatrixScore]]:
         """See `HttpScoringClient.iter_matrix`."""
-        async for item in self._iterate("matrix", reads, timeout_s, return_exceptions, trace_headers):
-            yield item
+        return self._iterate("matrix", reads, timeout_s, return_exceptions, trace_headers)
 
     def submit(self, read: MatrixRead | LabelRead, *, timeout_s: float | None = None) -> asyncio.Future:
         """See `HttpScoringClient.submit`."""
@@ -364,6 +363,7 @@ class AsyncHttpScoringClient(_Client):
         finally:
             for task in asking:
                 task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     async def teachers(self) -> dict[str, dict[str, Any]]:
         """See `HttpScoringClient.teachers`."""

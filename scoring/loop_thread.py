@@ -15,6 +15,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock, self._closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -24,10 +25,11 @@ class LoopThread:
         Raises:
             RuntimeError: this is closed.
         """
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError("this client is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError("this client is closed")
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of `work`, which is cancelled when the wait for it is interrupted."""
@@ -51,22 +53,29 @@ class LoopThread:
                 yield item
         finally:
             with contextlib.suppress(RuntimeError):  # closed in the meantime, and with it the iterator
-                self.run(close())
+                closing = self.start(close())
+                if threading.current_thread() is not self._thread:  # where the garbage collector may run this
+                    closing.result()
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread."""
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancel what is under way, close iterators that were left, and end the thread."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
             self._thread.join()
-            self._loop.close()
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 _END = object()
 
 
 async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()

@@ -54,6 +54,7 @@ class StandInReplica:
         self.outstanding += tokens
         self.largest_outstanding = max(self.largest_outstanding, self.outstanding)
         task = asyncio.ensure_future(asyncio.gather(*(self._one(batch[i]) for i in range(len(batch)))))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._under_way.add(task)
         try:
             async with asyncio.timeout(timeout_s):

@@ -801,6 +801,28 @@ def test_a_client_cuts_what_is_too_big_for_one_call(router, ask, binary, limits,
     assert len(router.calls) == calls or (calls is None and len(router.calls) > 1)
 
 
+async def test_calls_that_learn_the_limits_at_the_same_time_are_all_cut(router):
+    limits = BatchLimits(3, 10**6, 10**6, 10**6)
+
+    class Limited(StandInRouter):
+        refused = 0
+
+        async def read_matrix(self, reads, **options):
+            if len(reads) > 3:  # the refusals leave together
+                self.refused += 1
+                while self.refused < 2:
+                    await asyncio.sleep(0.001)
+            limits.check(reads)
+            return await super().read_matrix(reads, **options)
+
+    router = Limited()
+    reads = [MatrixRead([1, 2], [i]) for i in range(5)]
+    with served(build_api(lambda: router, limits)) as url:
+        async with AsyncHttpScoringClient(url) as client:
+            answers = await asyncio.gather(client.read_matrix(reads), client.read_matrix(reads))
+    assert [[s.response_logprobs[0] for s in scores] for scores in answers] == [[score(i) for i in range(5)]] * 2
+
+
 @pytest.mark.parametrize("return_exceptions", [True, False])
 def test_a_failing_read_of_a_cut_batch_is_named_by_its_place_in_the_whole(router, ask, return_exceptions):
     limits = BatchLimits(2, 10**6, 10**6, 10**6)
@@ -849,6 +871,26 @@ def test_reads_are_handed_out_as_they_finish_over_http(server, router):
         with pytest.raises(InvalidRead, match="read 3"):
             dict(client.iter_matrix(bad))
         assert isinstance(dict(client.iter_matrix(bad, return_exceptions=True))[3], InvalidRead)
+
+
+async def test_an_iteration_that_is_left_leaves_nothing_behind(server, router):
+    router.before = lambda: asyncio.sleep(0.05)
+    reads = [MatrixRead([1] * 300, [i]) for i in range(200)]
+    async with AsyncHttpScoringClient(server) as client:
+        items = client.iter_matrix(reads)
+        await anext(items)
+        await items.aclose()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_closing_a_client_cancels_what_was_submitted(server, router):
+    router.before = lambda: asyncio.sleep(0.3)
+    client = HttpScoringClient(server)
+    future = client.submit(LabelRead([1], [2]))
+    while not router.calls:
+        time.sleep(0.001)
+    client.close()
+    assert future.cancelled()
 
 
 def test_submitted_reads_travel_together_over_http(server, router):

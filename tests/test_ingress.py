@@ -1,0 +1,93 @@
+"""How the ingress adds adapters and takes them back, over replicas that are stand-ins."""
+
+import asyncio
+
+import pytest
+
+from deployments.ingress import Ingress
+from deployments.router import Router
+from scoring import LabelRead
+from scoring.adapters import Adapter
+from scoring.errors import InvalidAdapter, UnknownTeacher
+from tests.stand_in_replicas import StandInReplica, StandInReplicas
+from tests.stand_in_router import StandInRouter
+
+LIMITS = {"max_batch_reads": 100, "max_batch_tokens": 10**6, "max_request_bytes": 10**6, "max_answer_bytes": 10**6}
+
+
+class Replica(StandInReplica):
+    """Loads adapters whose path is not "bad", which takes a while; remembers what it was brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brought: list[Adapter] = []
+
+    async def call(self, method, batch=None, timeout_s=None, trace_headers=None, adapters=None):
+        if method != "read_labels":
+            return await super().call(method, batch, timeout_s)
+        (adapter,) = adapters.values()
+        self.brought.append(adapter)
+        await asyncio.sleep(0.05)
+        if adapter.path == "bad":
+            raise InvalidAdapter("is no adapter")
+        return await StandInRouter().read_labels([LabelRead([0], [0])] * len(batch)), 0
+
+
+@pytest.fixture
+def replica(monkeypatch):
+    replica = Replica()
+    monkeypatch.setattr("deployments.router.Replicas", lambda *args: StandInReplicas(a=replica))
+    return replica
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    saved = []
+    monkeypatch.setattr("deployments.record.save", lambda app_name, document: saved.append(document))
+    return saved
+
+
+@pytest.fixture
+def ingress(replica, saved):
+    """The deployment's object, without the processes around it."""
+    ingress = object.__new__(Ingress.func_or_class.__mro__[1])  # what Serve wraps
+    ingress._app_name, ingress._changing = "app", asyncio.Lock()
+    deployments = {"default": "Teacher-default"}
+    ingress._catalog = {
+        "default": "default",
+        "deployments": deployments,
+        "adapters": {},
+        "limits": LIMITS,
+        "admission_wait_s": 0.0,
+    }
+    ingress._router = Router("app", ingress._catalog, serves_many=True)
+    ingress._restore_adapters({})
+    return ingress
+
+
+async def test_while_an_adapter_is_replaced_its_readers_are_answered_by_the_old_one(ingress, replica):
+    await ingress.add_adapter("tone", "default", "good")
+    failing = asyncio.create_task(ingress.add_adapter("tone", "default", "bad"))
+    while len(replica.brought) < 2:
+        await asyncio.sleep(0.001)
+    await ingress._router.read_labels([LabelRead([1], [2], teacher="tone")])
+    assert replica.brought[-1] == Adapter("good", 1)
+    with pytest.raises(InvalidAdapter):
+        await failing
+    assert (await ingress.catalog())["adapters"] == {"tone": Adapter("good", 1)}
+
+
+async def test_a_serial_that_a_replica_has_seen_is_recorded_even_if_the_adapter_is_refused(ingress, replica, saved):
+    with pytest.raises(InvalidAdapter):
+        await ingress.add_adapter("tone", "default", "bad")
+    assert saved[-1] == {"adapters": {}, "last_serial": replica.brought[-1].serial}
+    assert "tone" not in (await ingress.catalog())["deployments"]
+
+
+async def test_changes_at_once_take_turns(ingress, replica):
+    adds = [ingress.add_adapter(f"tone-{i}", "default", "good") for i in range(5)]
+    await asyncio.gather(*adds, ingress.add_adapter("tone-0", "default", "other"))
+    assert sorted(adapter.serial for adapter in ingress._catalog["adapters"].values()) == [2, 3, 4, 5, 6]
+    removed = [ingress.remove_adapter("tone-1") for _ in range(2)]
+    outcomes = await asyncio.gather(*removed, return_exceptions=True)
+    assert [isinstance(outcome, UnknownTeacher) for outcome in outcomes] == [False, True]
