@@ -8,7 +8,7 @@ READY := .venv/.ready-$(shell cat requirements-cpu.lock pyproject.toml 2>/dev/nu
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup demo test test-faults lint serve lock clean
+.PHONY: help setup demo test test-cluster test-faults lint serve lock clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,10 +27,13 @@ $(READY): requirements-cpu.lock pyproject.toml
 demo: setup  ## the main job: start the service, score two answers three ways, draw them (MODEL=path for another teacher)
 	@$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: setup  ## all tests (under 10 minutes)
+test: setup  ## the tests (under 10 minutes)
 	@$(BIN)/python -m pytest
 
-test-faults: setup  ## kills and stops every process of a service under load (about 15 minutes)
+test-cluster: setup  ## shapes of replicas on a pretend cluster, and LoRA adapters (2 minutes)
+	@$(BIN)/python -m pytest tests/cluster
+
+test-faults: setup  ## kills and stops every process of a service under load (about 20 minutes)
 	@$(BIN)/python -m pytest tests/faults -s
 
 lint: setup  ## style

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import yaml
 
 START_S = 240
 STOP_S = 60
+_TOKEN = secrets.token_hex(32)  # of every cluster that this process starts: Ray reads a token once per process
 _CLIENT_SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # of this process, see conftest.py; a cluster chooses its own
 
 
@@ -38,6 +40,8 @@ class ServeProcess:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.home = folder
+        (folder / ".ray").mkdir()
+        (folder / ".ray" / "auth_token").write_text(_TOKEN)
         self.log = folder / "serve.log"
         config = {
             "http_options": {"host": "127.0.0.1", "port": port},

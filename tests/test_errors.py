@@ -24,6 +24,8 @@ CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and iss
 STATUSES = {
     "ScoringError": 500,
     "InvalidRead": 422,
+    "BatchTooLarge": 422,
+    "InvalidAdapter": 422,
     "UnknownTeacher": 422,
     "NotYetSupported": 422,
     "VersionMismatch": 409,

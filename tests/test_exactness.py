@@ -118,8 +118,8 @@ async def read_with_the_cache(engine, batch, *, always: bool) -> tuple:
             options.pop("skip_reading_prefix_cache", None)
         return params(columns, start, **{"skip_reading_prefix_cache": False, **options})
 
-    async def watched(*args):
-        output = await generate(*args)
+    async def watched(*args, **options):
+        output = await generate(*args, **options)
         given.append(output.prompt_token_id_logprobs is not None)
         return output
 

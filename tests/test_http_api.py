@@ -911,8 +911,8 @@ def test_submitted_reads_travel_together_over_http(server, router):
 
 @pytest.fixture
 def full_service(monkeypatch):
-    """The service over one replica that takes a second a read, and no more than the tokens of four."""
-    replica = StandInReplica(step_tokens=10, step_s=1.0, max_outstanding_tokens=40)
+    """The service over one replica that takes a while for a read, and no more than the tokens of four."""
+    replica = StandInReplica(step_tokens=10, step_s=0.3, max_outstanding_tokens=40)
     replicas = StandInReplicas(a=replica)
     monkeypatch.setattr("deployments.router.Replicas", lambda *args: replicas)
     limits = BatchLimits(100, 10**6, 10**6, 10**6)

@@ -200,8 +200,10 @@ def test_the_marker_is_never_the_active_driver_and_never_compiles():
 
 @pytest.fixture
 def platform_hook(monkeypatch):
-    """Puts the platform's own hook back after the test."""
+    """The platform's own hook, in its place; what was there is put back after the test."""
     original = CpuPlatform.__dict__["register_triton_kernel_overrides"]
+    if original.__func__ is plugin.replace_kernels:  # another test has loaded vLLM's plugins in this process
+        original = classmethod(CpuPlatform.vllms_own_kernel_overrides.__func__)
     monkeypatch.setattr(CpuPlatform, "register_triton_kernel_overrides", original)
     monkeypatch.setattr(CpuPlatform, "vllms_own_kernel_overrides", None, raising=False)
     return original.__func__
