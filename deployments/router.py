@@ -203,17 +203,21 @@ class Router:
             catalog = await self._catalog.find(deadline, anew=True)  # perhaps a redeploy has just added it
         if self._serves_many:
             BatchLimits(**catalog["limits"]).check(batch)
-        shares = []
+        # Nothing is awaited or yielded before all is taken from the catalog, which the ingress changes in place: a read
+        # of an adapter without its adapter would be answered by the base.
+        shares, unknown = [], []
         for name, reads in _by_teacher(batch, catalog["default"]).items():
             if name in catalog["deployments"]:
                 shares.append((self._lanes_of(name, catalog), reads))
             else:
                 known = ", ".join(catalog["deployments"])
                 error = UnknownTeacher(f"is {name!r}; the teachers are {known}", field="teacher")
-                yield reads, answer.failed(error, len(reads)), np.arange(len(reads))
+                unknown.append((reads, answer.failed(error, len(reads)), np.arange(len(reads))))
         adapters = {name: adapter for name, adapter in catalog["adapters"].items() if name in batch.teachers}
         call = Call(answer, method, batch, deadline, trace_headers, adapters or None, bounded=self._serves_many)
         patience_s = catalog["admission_wait_s"] if self._serves_many else None
+        for part in unknown:
+            yield part
         async with contextlib.aclosing(deliver(call, shares, patience_s)) as parts:
             async for part in parts:
                 yield part

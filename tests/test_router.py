@@ -13,6 +13,7 @@ from deployments.delivery import MAX_RETRIES, _pause
 from deployments.replica_calls import ReplicaLost
 from deployments.router import Router
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead, MatrixScores
+from scoring.adapters import Adapter
 from scoring.coalescing import Coalescer
 from scoring.errors import (
     BatchTooLarge,
@@ -482,3 +483,24 @@ async def test_batches_and_lists_are_taken(router):
     assert len(await router.read_labels(LabelBatch.from_reads([LabelRead([1], [2])]))) == 1
     assert len(await router.read_matrix([])) == 0
     assert np.isclose((await router.read_labels([LabelRead([1], [2])]))[0].logprobs, -2).all()
+
+
+async def test_a_read_of_an_adapter_travels_with_its_adapter_even_if_that_is_removed_meanwhile(replicas):
+    """The ingress changes its catalog in place, and a read whose adapter was missing would be answered by the base."""
+    adapter = Adapter("/adapters/polite", 3)
+    catalog = CATALOG | {"deployments": CATALOG["deployments"] | {"polite": "Teacher-default"}}
+    catalog["adapters"] = {"polite": adapter}
+    seen = []
+    for replica in replicas.by_name.values():
+        call = replica.call
+
+        async def watched(method, batch=None, adapters=None, call=call, **options):
+            if batch is not None:
+                seen.extend((read.teacher, (adapters or {}).get(read.teacher)) for read in batch)
+            return await call(method, *(() if batch is None else (batch,)), **options)
+
+        replica.call = watched
+    reads = [LabelRead([1], [2], teacher=name) for name in ("nobody", "polite", "polite")]
+    async for _ in Router("app", catalog).iter_labels(reads, return_exceptions=True):
+        catalog["adapters"].pop("polite", None)
+    assert seen == [("polite", adapter)] * 2
