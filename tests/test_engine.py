@@ -410,6 +410,24 @@ def test_a_living_engine_is_healthy(tiny):
     assert tiny.call(TeacherEngine.check_health) is None
 
 
+async def health_while_reads_wait(engine: TeacherEngine) -> tuple[int, float]:
+    """Reads that wait, and seconds that health takes meanwhile."""
+    batch = MatrixBatch.from_reads([MatrixRead([1] * 200, [2] * 200)] * 200)
+    task = asyncio.create_task(engine.read_matrix(batch))
+    await asyncio.sleep(0.2)
+    waiting, started = engine.progress().outstanding_reads, time.monotonic()
+    await engine.check_health()
+    took = time.monotonic() - started
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return waiting, took
+
+
+def test_health_does_not_queue_behind_reads(tiny):
+    waiting, took = tiny.call(health_while_reads_wait)
+    assert waiting > 100 and took < 1.0
+
+
 # Order, deadlines, cancelling. The functions run in the engine's process.
 
 

@@ -4,8 +4,10 @@ The model is a plain list with one entry per read: a block of numbers with its r
 """
 
 import json
+import re
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -278,3 +280,12 @@ def test_label_scores_are_put_together_split_and_made_tensors_alike():
     assert [score.logprobs.tolist() for piece in (first, second) for score in piece] == values
     assert [tensors["logprobs"].tolist() for tensors in scores.torch()] == values
     assert [list(x) for x in scores.to_dict()["logprobs"]] == values
+
+
+def test_nowhere_does_a_missing_score_become_a_number():
+    """A score that is missing must be an error: 0 would be probability 1."""
+    root = Path(__file__).parent.parent
+    sources = [path for folder in ("scoring", "deployments") for path in (root / folder).rglob("*.py")]
+    assert len(sources) > 30
+    made_up = re.compile(r"or 0\.0|nan_to_num|nansum|nanmean|fillna|\.get\([^)]*, 0\.0\)")
+    assert [path.name for path in sources if made_up.search(path.read_text())] == []
