@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from scoring.errors import InvalidAdapter
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# The head's logits of scored rows are computed where vLLM applies no adapter (its issues 51594 and 53842), and an
-# adapted embedding is not supported there at all.
+# The head's logits of scored rows are computed where vLLM applies no adapter, and an adapted embedding is not supported
+# there at all.
 _NOT_APPLIED = ("lm_head", "embed_tokens")
 
 
@@ -35,12 +36,13 @@ class Adapter:
         return asdict(self)
 
 
-def check_adapter(path: str | Path, max_rank: int) -> None:
+def check_adapter(path: str | Path, max_rank: int, modules: Collection[str] | None = None) -> None:
     """Refuse an adapter that the engine could not apply exactly.
 
     Args:
         path: a folder as PEFT saves it.
         max_rank: `max_lora_rank` of the engine.
+        modules: `lora_target_modules` of the engine, the modules it applies adapters to; None are all.
 
     Raises:
         InvalidAdapter: says what is wrong, and what changes it.
@@ -58,6 +60,12 @@ def check_adapter(path: str | Path, max_rank: int) -> None:
     if touched or config.get("modules_to_save"):
         what = ", ".join([*touched, *(config.get("modules_to_save") or ())])
         raise InvalidAdapter(f"{folder} changes {what}; in scores vLLM would leave that out: train without it")
+    changed = {name.split(".lora_")[0].split(".")[-1] for name in names}
+    if modules is not None and (left_out := changed - {module.split(".")[-1] for module in modules}):
+        raise InvalidAdapter(
+            f"{folder} changes {', '.join(sorted(left_out))}, which in scores vLLM would leave out; allowed are "
+            f"{', '.join(modules)} (engine_args.lora_target_modules of its base teacher)"
+        )
     if config.get("use_dora"):
         raise InvalidAdapter(f"{folder} is a DoRA adapter (use_dora); vLLM applies plain LoRA only")
     rank = max([config.get("r") or 0, *(config.get("rank_pattern") or {}).values()])

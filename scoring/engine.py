@@ -378,7 +378,7 @@ class TeacherEngine:
             raise InvalidAdapter(
                 f"teacher {self.settings.teacher!r} takes no adapters: set enable_lora in its engine_args"
             )
-        await asyncio.to_thread(check_adapter, adapter.path, lora.max_lora_rank)
+        await asyncio.to_thread(check_adapter, adapter.path, lora.max_lora_rank, lora.target_modules)
         try:
             await self._llm.add_lora(request)
         except Exception as error:
