@@ -41,6 +41,7 @@ class Catalog:
         self._fresh_until = 0.0 if known is None else float("inf")  # on the event loop's clock
         self._ingress: DeploymentHandle | None = None
         self._asking: asyncio.Task | None = None
+        self._changes = 0  # by this process
 
     async def find(self, deadline: float, anew: bool = False) -> dict[str, Any]:
         """The catalog. A known one outlives the ingress: without an answer it stands.
@@ -57,15 +58,13 @@ class Catalog:
         if self._asking is None or self._asking.done():  # one call for all who wait
             self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        patience = max(deadline - now(), 0) if self._known is None else _PATIENCE_S
-        await asyncio.wait({self._asking}, timeout=patience)
-        if self._asking.done() and not self._asking.exception():
-            self._known = self._asking.result()
-        elif self._known is None:
-            if self._asking.done() and isinstance(self._asking.exception(), TeacherUnavailable):
-                raise self._asking.exception()
+        asking, patience = self._asking, max(deadline - now(), 0) if self._known is None else _PATIENCE_S
+        await asyncio.wait({asking}, timeout=patience)
+        if self._known is None:
+            if asking.done() and isinstance(asking.exception(), TeacherUnavailable):
+                raise asking.exception()
             raise TeacherUnavailable(f"the ingress of application {self._app_name!r} did not answer in time")
-        self._fresh_until = now() + _FRESH_S
+        self._fresh_until = max(self._fresh_until, now() + _FRESH_S)
         return self._known
 
     async def change(self, method: str, *args: Any, timeout_s: float) -> None:
@@ -76,19 +75,29 @@ class Catalog:
             TeacherUnavailable: it did not answer in time.
         """
         try:
-            self._known = await self._call(method, *args, timeout_s=timeout_s)
+            changed = await self._call(method, *args, timeout_s=timeout_s)
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, ScoringError) else error from None
-        except (TimeoutError, RayError) as error:
-            raise TeacherUnavailable(f"the ingress of {self._app_name!r} did not answer ({error!r})") from error
-        self._fresh_until = now() + _FRESH_S
+        except (TimeoutError, RayError, RayServeException) as error:
+            raise TeacherUnavailable(
+                f"the ingress of {self._app_name!r} did not answer within {timeout_s:g} s ({error!r})"
+            ) from error
+        self._changes += 1
+        self._keep(changed)
 
     def why_none(self, teacher: str) -> str:
         """Why a teacher has no replica, where the ingress has found that the cluster has no room for it; else ""."""
         return ((self._known or {}).get("without_room") or {}).get(teacher, "")
 
-    async def _ask(self) -> dict[str, Any]:
-        return await self._call("catalog", timeout_s=_TIMEOUT_S)
+    async def _ask(self) -> None:
+        """Keep what the ingress knows, however late it comes; not when it may be from before a change of ours."""
+        changes = self._changes
+        catalog = await self._call("catalog", timeout_s=_TIMEOUT_S)
+        if changes == self._changes:
+            self._keep(catalog)
+
+    def _keep(self, catalog: dict[str, Any]) -> None:
+        self._known, self._fresh_until = catalog, now() + _FRESH_S
 
     async def _call(self, method: str, *args: Any, timeout_s: float) -> dict[str, Any]:
         try:

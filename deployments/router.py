@@ -49,6 +49,7 @@ class Router:
         pinning.check_ray()
         self._app_name = app_name
         self._catalog = Catalog(app_name, catalog)
+        self._why_none = self._catalog.why_none
         self._serves_many = serves_many
         self._lanes: dict[str, Lanes] = {}  # by deployment: aliases and adapters share them
         self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by teacher, with the time it was asked
@@ -56,7 +57,7 @@ class Router:
     def with_catalog(self, catalog: dict[str, Any]) -> Router:
         """A Router that goes by another catalog, over the same replicas and with the same ledger."""
         other = Router(self._app_name, catalog, self._serves_many)
-        other._lanes = self._lanes
+        other._lanes, other._why_none = self._lanes, self._why_none
         return other
 
     async def names(self, timeout_s: float = 10) -> tuple[str, ...]:
@@ -70,8 +71,9 @@ class Router:
         return (catalog["default"], *others)
 
     async def teachers(self, timeout_s: float = 10) -> dict[str, dict[str, Any]]:
-        """What every teacher is and takes: the fields of `TeacherInfo`, `replicas`, how many serve it now, and
-        `default`. Of a teacher that does not answer, its name, `default` and `"replicas": 0`.
+        """What every teacher is and takes: the fields of `TeacherInfo` (of an adapter, those of its base),
+        `max_outstanding_tokens`, `replicas`, how many serve it now, and `default`. Of a teacher that does not answer,
+        its name, `default` and `"replicas": 0`.
 
         Up to a second old, so that a caller may ask with every request.
 
@@ -225,7 +227,9 @@ class Router:
     def _lanes_of(self, teacher: str, catalog: Mapping[str, Any]) -> Lanes:
         deployment = catalog["deployments"][teacher]
         if deployment not in self._lanes:
-            self._lanes[deployment] = Lanes(Replicas(self._app_name, teacher, deployment, self._catalog.why_none))
+            # Its teacher comes before the aliases and adapters that share it, whichever is asked for first.
+            owner = next(name for name, serves in catalog["deployments"].items() if serves == deployment)
+            self._lanes[deployment] = Lanes(Replicas(self._app_name, owner, deployment, self._why_none))
         return self._lanes[deployment]
 
     async def _info(self, teacher: str, deadline: float) -> dict[str, Any]:
