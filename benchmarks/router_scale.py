@@ -258,9 +258,13 @@ def print_bytes(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router_scale",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths; each repeat takes the next (default 0)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each line (default 5)")
     parser.add_argument("--quick", action="store_true", help="smaller clusters and batches: less than a minute")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens C of the read whose bytes are counted")
     parser.add_argument("--response", type=int, default=3000, help="its response tokens R")

@@ -91,7 +91,11 @@ def processor_seconds(root: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=5, help="how often each way is taken (default 5)")
     parser.add_argument("--single", type=int, default=40, help="single reads, one at a time, per round (default 40)")
     options = parser.parse_args()
@@ -163,10 +167,8 @@ def measure(
             engines[0].call(bare, reads["short"]) for _ in range(options.single)
         ),
         "single, one replica": lambda: one_by_one(lambda: client.read_matrix(served["one", "short"])),
-        "label, ScoringClient": lambda: statistics.median(
-            seconds(lambda: client.read_labels(label)) for _ in range(40)
-        ),
-        "label, HTTP": lambda: statistics.median(seconds(lambda: http.read_labels(label)) for _ in range(40)),
+        "label, ScoringClient": lambda: one_by_one(lambda: client.read_labels(label)),
+        "label, HTTP": lambda: one_by_one(lambda: http.read_labels(label)),
         "64 labels at once, ScoringClient": lambda: at_once(lambda: client.read_labels(label)),
         "64 labels at once, HTTP": lambda: at_once(lambda: http.read_labels(label)),
     }
@@ -182,7 +184,7 @@ def measure(
                 used.update(processor_seconds(service.process.pid) - before)
         print(f"round {number + 1} of {options.rounds}", flush=True)
 
-    print(f"\n{'seconds':<26}{'median':>10}{'least':>10}{'most':>10}")
+    print(f"\n{'seconds':<34}{'median':>10}{'least':>10}{'most':>10}")
     for name, values in took.items():
         print(f"{name:<34}{statistics.median(values):>10.3f}{min(values):>10.3f}{max(values):>10.3f}")
     print(f"\n{'ratio, within a round':<46}{'median':>8}{'least':>8}{'most':>8}   due")

@@ -23,7 +23,8 @@ from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores
 
 
 class AsyncScoringClient:
-    """For asynchronous code. Every method is a coroutine; see `ScoringClient` for what they do.
+    """For asynchronous code: `ScoringClient`, whose methods say what they do, with coroutines. `iter_matrix` returns an
+    asynchronous iterator, `submit` an `asyncio.Future`. Use one from one event loop.
 
     Args:
         app_name: the Serve application.

@@ -39,10 +39,12 @@ ALTERNATIVES = " Paris Lyon London Rome Madrid city the a ."  # further candidat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=DEMO_MODEL, help="folder of a Hugging Face checkpoint (default: SmolLM2)")
-    parser.add_argument("--config", type=Path, default=ROOT / "serve_config.yaml", help="a Serve YAML")
-    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the picture")
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "serve_config.yaml", help="a Serve YAML (default: serve_config.yaml)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the picture (default: out)")
     options = parser.parse_args()
 
     began = time.monotonic()

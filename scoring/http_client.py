@@ -1,7 +1,7 @@
 """`HttpScoringClient` and `AsyncHttpScoringClient`: both reads over HTTP, from anywhere.
 
 They need httpx, numpy and safetensors; no ray, no torch, no vllm. Methods, arguments and errors are those of the
-clients inside the cluster.
+clients inside the cluster, where alone adapters are added and removed.
 
 An exchange is written once, as a generator that says what to send and how long to wait; the two clients only carry
 that out, each in its own way. What is too big for one call is cut, once the service has said what it takes.
