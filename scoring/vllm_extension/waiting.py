@@ -2,23 +2,27 @@
 
 The engine's core and its worker exchange messages through shared memory. A reader spins for a second after each message
 before it lets a socket wake it: on a GPU machine that saves microseconds and costs a core that has nothing else to do.
-Here a step of the worker takes longer than that, and the spinning takes its time from it.
+Here a step of the worker takes longer than that, and the spinning takes its time from it. The socket's wake-ups can be
+lost when messages come fast, so a reader that sleeps also looks by itself now and then.
 """
 
-import inspect
+from typing import Any
 
 BUSY_S = 0.002
+LONGEST_SLEEP_MS = 10
 
 
 def wait_without_spinning() -> None:
-    """Have readers of this process go to sleep after ``BUSY_S`` without a message. May be called repeatedly.
-
-    Raises:
-        RuntimeError: vLLM's class for this has changed.
-    """
+    """Have readers of this process go to sleep after ``BUSY_S`` without a message. May be called repeatedly."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    with_defaults = list(inspect.signature(SpinCondition.__init__).parameters.values())[-1:]
-    if [parameter.name for parameter in with_defaults] != ["busy_loop_s"]:
-        raise RuntimeError("vLLM's SpinCondition has changed: scoring/vllm_extension/waiting.py sets its busy_loop_s")
-    SpinCondition.__init__.__defaults__ = (BUSY_S,)
+    wait = SpinCondition.wait
+    if getattr(wait, "sleeps", False):
+        return
+
+    def sleeping_wait(self: Any, timeout_ms: int | None = None) -> None:
+        self.busy_loop_s = BUSY_S
+        wait(self, LONGEST_SLEEP_MS if timeout_ms is None else min(timeout_ms, LONGEST_SLEEP_MS))
+
+    sleeping_wait.sleeps = True
+    SpinCondition.wait = sleeping_wait
