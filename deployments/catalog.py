@@ -15,7 +15,8 @@ from deployments.replica_calls import now, result_of
 from scoring.errors import ScoringError, TeacherUnavailable
 
 _FRESH_S = 5.0
-_PATIENCE_S = 0.5  # how long a known catalog waits for a fresher one
+_PATIENCE_S = 0.5  # how long a known catalog waits for a fresher one,
+_ANEW_PATIENCE_S = 5.0  # and when it is doubted
 _TIMEOUT_S = 30.0
 
 
@@ -58,7 +59,9 @@ class Catalog:
         if self._asking is None or self._asking.done():  # one call for all who wait
             self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        asking, patience = self._asking, max(deadline - now(), 0) if self._known is None else _PATIENCE_S
+        asking, patience = self._asking, max(deadline - now(), 0)
+        if self._known is not None:
+            patience = min(patience, _ANEW_PATIENCE_S if anew else _PATIENCE_S)
         await asyncio.wait({asking}, timeout=patience)
         if self._known is None:
             if asking.done() and isinstance(asking.exception(), TeacherUnavailable):

@@ -155,7 +155,7 @@ class Router:
         any. Empty when nothing is under way."""
         return {deployment: tokens for deployment, lanes in self._lanes.items() if (tokens := lanes.outstanding())}
 
-    async def add_adapter(self, name: str, base: str, path: str, timeout_s: float = 60) -> None:
+    async def add_adapter(self, name: str, base: str, path: str, timeout_s: float = 120) -> None:
         """Serve a LoRA adapter as a teacher, from now on and after a restart of the application.
 
         Args:
@@ -169,7 +169,7 @@ class Router:
         """
         await self._catalog.change("add_adapter", name, base, path, timeout_s=timeout_s)
 
-    async def remove_adapter(self, name: str, timeout_s: float = 60) -> None:
+    async def remove_adapter(self, name: str, timeout_s: float = 120) -> None:
         """Serve an adapter no longer. Routers elsewhere hear of it within seconds.
 
         Raises:

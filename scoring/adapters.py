@@ -36,6 +36,21 @@ class Adapter:
         return asdict(self)
 
 
+def weights_stamp(path: str | Path) -> tuple[int, int]:
+    """What changes when an adapter's weights are written anew: the time of their file in ns, and its size in bytes.
+
+    Raises:
+        InvalidAdapter: the file cannot be found.
+    """
+    try:
+        found = (Path(path) / _WEIGHTS).stat()
+    except OSError as error:
+        raise InvalidAdapter(
+            f"{path} cannot be read ({error}); an adapter's folder must stay as it is for as long as it is served"
+        ) from error
+    return found.st_mtime_ns, found.st_size
+
+
 def check_adapter(path: str | Path, max_rank: int, modules: Collection[str] | None = None) -> None:
     """Refuse an adapter that the engine could not apply exactly.
 

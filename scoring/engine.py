@@ -31,7 +31,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from scoring.adapters import Adapter, check_adapter
+from scoring.adapters import Adapter, check_adapter, weights_stamp
 from scoring.batches import LabelBatch, MatrixBatch, end_to_end
 from scoring.checkpoint import checkpoint_dtype, checkpoint_hash, tokenizer_hash
 from scoring.errors import (
@@ -133,7 +133,8 @@ class TeacherEngine:
         self._checkpoint = checkpoint_hash(settings.model)  # also finds out, before anything starts, if there is one
         self._tokenizer = tokenizer_hash(settings.model)
         self._serial = itertools.count()
-        self._adapters: dict[Adapter, asyncio.Task[str]] = {}  # loaded or loading, each with its hash
+        # Loaded or loading, each with its hash and the stamp of its weights.
+        self._adapters: dict[Adapter, asyncio.Task[tuple[str, tuple[int, int]]]] = {}
         self._meter = ProgressMeter()
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_death_in_one_line)
         self._watch: asyncio.Task | None = None
@@ -365,25 +366,32 @@ class TeacherEngine:
             self._adapters[adapter] = asyncio.create_task(self._load(adapter, request))
         loading = self._adapters[adapter]
         try:
-            await asyncio.shield(loading)
+            _, stamp = await asyncio.shield(loading)
         except ScoringError:
             self._adapters.pop(adapter, None)  # mended, it may be asked for again
             raise
+        # vLLM loads it again whenever others have taken its place, and would then answer with what lies there.
+        if weights_stamp(adapter.path) != stamp:
+            raise InvalidAdapter(f"{adapter.path} has changed since it was loaded: add it anew (add_adapter)")
         return request
 
-    async def _load(self, adapter: Adapter, request: LoRARequest) -> str:
-        """Load an adapter before a step needs it: there, a failure would end the engine. Returns its hash."""
+    async def _load(self, adapter: Adapter, request: LoRARequest) -> tuple[str, tuple[int, int]]:
+        """Load an adapter before a step needs it: there, a failure would end the engine.
+
+        Returns its hash, and the stamp that its weights had before.
+        """
         lora = self._llm.vllm_config.lora_config
         if lora is None:
             raise InvalidAdapter(
                 f"teacher {self.settings.teacher!r} takes no adapters: set enable_lora in its engine_args"
             )
         await asyncio.to_thread(check_adapter, adapter.path, lora.max_lora_rank, lora.target_modules)
+        stamp = weights_stamp(adapter.path)
         try:
             await self._llm.add_lora(request)
         except Exception as error:
             raise InvalidAdapter(f"vLLM cannot load {adapter.path}: {error}") from error
-        return await asyncio.to_thread(checkpoint_hash, adapter.path)
+        return await asyncio.to_thread(checkpoint_hash, adapter.path), stamp
 
     async def _matrix(
         self, read: MatrixRead, trace_headers: Mapping[str, str] | None, adapter: LoRARequest | None
@@ -532,7 +540,7 @@ class TeacherEngine:
 
     def _meta(self, teacher: str | None, adapter: Adapter | None) -> ReadMeta:
         loaded = self._adapters.get(adapter)
-        added = f"+{loaded.result()}" if loaded and loaded.done() and not loaded.exception() else ""
+        added = f"+{loaded.result()[0]}" if loaded and loaded.done() and not loaded.exception() else ""
         return ReadMeta(
             teacher=teacher or self.settings.teacher,
             weight_version=self.weight_version,

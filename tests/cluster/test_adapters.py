@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -129,6 +130,22 @@ def test_an_adapter_that_would_not_be_exact_is_refused_and_the_others_are_served
     with pytest.raises(UnknownTeacher):
         client.read_matrix([read_of("new")])
     np.testing.assert_allclose(client.read_matrix([read_of(None)])[0].logprobs, right(tiny_model), atol=LIMIT, rtol=0)
+
+
+def test_an_adapter_that_was_changed_in_its_place_is_refused_until_it_is_added_anew(client, folders, tiny_model):
+    place = folders["polite"].parent / "moving"
+    shutil.copytree(folders["polite"], place)
+    client.add_adapter("moving", "default", str(place))
+    shutil.copy(folders["polite-2"] / "adapter_model.safetensors", place / "adapter_model.safetensors")
+    with pytest.raises(InvalidAdapter, match="has changed since it was loaded"):
+        client.read_matrix([read_of("moving")])
+    client.add_adapter("moving", "default", str(place))
+    score = client.read_matrix([read_of("moving")])[0]
+    np.testing.assert_allclose(score.logprobs, right(merged(tiny_model, folders["polite-2"])), atol=LIMIT, rtol=0)
+    (place / "adapter_model.safetensors").unlink()
+    with pytest.raises(InvalidAdapter, match="must stay as it is"):
+        client.read_matrix([read_of("moving")])
+    client.remove_adapter("moving")
 
 
 def test_names_lead_somewhere(client, folders):
