@@ -115,9 +115,8 @@ class _Delivery:
             self.place(outcome.lanes, reads[~often], _pause(attempt - 1), avoid)
         if not often.any():
             return []
-        return [
-            self._failed(reads[often], TeacherUnavailable(f"its replicas were lost {1 + MAX_RETRIES} times in a row"))
-        ]
+        error = TeacherUnavailable(f"its replicas were lost {1 + MAX_RETRIES} times in a row")
+        return [failed_part(self._call.answer, reads[often], error)]
 
     def _after_refusal(self, outcome: Outcome, reads: np.ndarray, error: ScoringError) -> list[Part]:
         """Another try; the refusal itself when patience has run out and no replica is left that did not refuse."""
@@ -125,7 +124,7 @@ class _Delivery:
         self._refused_by |= {outcome.replica} - {None}
         untried = outcome.replica is not None and set(outcome.lanes.replicas()) - self._refused_by
         if self._patience_s is not None and not untried and now() - self._refused_since >= self._patience_s:
-            return [self._failed(reads, error)]
+            return [failed_part(self._call.answer, reads, error)]
         self.place(outcome.lanes, reads, 0.0 if untried else _pause(self._refusals), self._refused_by)
         self._refusals += 1
         return []
@@ -140,8 +139,10 @@ class _Delivery:
             logger.exception("reads could not be placed")
             self._call.outcomes.put_nowait(Outcome(lanes, reads, ScoringError(f"{type(error).__name__}: {error}")))
 
-    def _failed(self, reads: np.ndarray, error: ScoringError) -> Part:
-        return reads, self._call.answer.failed(error, len(reads)), np.arange(len(reads))
+
+def failed_part(answer: type[MatrixScores] | type[LabelScores], reads: np.ndarray, error: ScoringError) -> Part:
+    """The part in which these reads (int64, places in the call's batch) all failed with `error`."""
+    return reads, answer.failed(error, len(reads)), np.arange(len(reads))
 
 
 def _pause(attempt: int) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 
 from deployments.replica_calls import POLL_S, ReplicaLost, Replicas, now
 from scoring.adapters import Adapter
-from scoring.batches import LabelBatch, MatrixBatch
+from scoring.batches import LabelBatch, MatrixBatch, cut_by_tokens
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
 from scoring.sharding import plan
@@ -170,8 +170,7 @@ class Lanes:
 
     def outstanding(self) -> dict[str, int]:
         """The ledger: tokens of this process that wait for or are outstanding on each replica that has any."""
-        tokens = {name: lane.waiting_tokens + lane.sent_tokens for name, lane in self._lanes.items()}
-        return {name: count for name, count in tokens.items() if count}
+        return {name: lane.load for name, lane in self._lanes.items() if lane.load}
 
     async def info(self, deadline: float) -> tuple[dict[str, Any], int]:
         """What the first replica that answers says of the teacher, and how many replicas run.
@@ -264,12 +263,9 @@ class Lanes:
 
     def _cut(self, call: Call, reads: np.ndarray) -> Iterable[_Chunk]:
         """Chunks of about `window / _CHUNKS_A_WINDOW` tokens, the most urgent reads first."""
-        if not len(reads):
-            return
         reads = reads[np.argsort(call.batch.priority[reads], kind="stable")]
         tokens = call.tokens[reads]
-        piece = (np.cumsum(tokens) - tokens) // max(self._window // _CHUNKS_A_WINDOW, 1)  # int64 [n]
-        for part in np.split(np.arange(len(reads)), np.flatnonzero(np.diff(piece)) + 1):
+        for part in cut_by_tokens(tokens, max(self._window // _CHUNKS_A_WINDOW, 1)):
             yield _Chunk(call, reads[part], int(tokens[part].sum()), int(call.batch.priority[reads[part[0]]]))
 
     def _follow(self, running: Collection[str]) -> None:

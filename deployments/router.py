@@ -15,14 +15,14 @@ import numpy as np
 
 from deployments import pinning
 from deployments.catalog import Catalog
-from deployments.delivery import Part, deliver
+from deployments.delivery import Part, deliver, failed_part
 from deployments.lanes import Call, Lanes
 from deployments.replica_calls import Replicas, now
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.errors import DeadlineExceeded, TeacherUnavailable, UnknownTeacher
 from scoring.limits import BatchLimits
 from scoring.reads import LabelRead, MatrixRead
-from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores
+from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores, one_by_one
 from scoring.wire import ReadOptions
 
 APP_NAME = "teacher-scoring"
@@ -214,7 +214,7 @@ class Router:
             else:
                 known = ", ".join(catalog["deployments"])
                 error = UnknownTeacher(f"is {name!r}; the teachers are {known}", field="teacher")
-                unknown.append((reads, answer.failed(error, len(reads)), np.arange(len(reads))))
+                unknown.append(failed_part(answer, reads, error))
         adapters = {name: adapter for name, adapter in catalog["adapters"].items() if name in batch.teachers}
         call = Call(answer, method, batch, deadline, trace_headers, adapters or None, bounded=self._serves_many)
         patience_s = catalog["admission_wait_s"] if self._serves_many else None
@@ -257,11 +257,5 @@ def _by_teacher(batch: MatrixBatch | LabelBatch, default: str) -> dict[str, np.n
 async def _one_by_one(parts: AsyncIterator[Part], return_exceptions: bool) -> AsyncIterator[tuple[int, Any]]:
     async with contextlib.aclosing(parts):
         async for target, scores, source in parts:
-            for read, place in zip(target.tolist(), source.tolist(), strict=True):
-                score = scores[place]
-                if not isinstance(score, Exception):
-                    yield read, score
-                elif return_exceptions:
-                    yield read, score.at(read)
-                else:
-                    raise score.at(read)
+            for item in one_by_one(target, scores, source, return_exceptions):
+                yield item

@@ -460,6 +460,19 @@ def end_to_end(pieces: Sequence[np.ndarray], dtype: Any, per_read: int = 1) -> t
     return flat, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
+def cut_by_tokens(tokens: np.ndarray, size: int) -> list[np.ndarray]:
+    """Runs of consecutive reads, int64 places each, that begin where another `size` tokens have gone by.
+
+    Args:
+        tokens: int64 [N], of each read.
+        size: tokens of a run, about: the last read of one may reach beyond.
+    """
+    if not len(tokens):
+        return []
+    run = (np.cumsum(tokens) - tokens) // size  # int64 [N]
+    return np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(run)) + 1)
+
+
 def _gather(flat: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pieces `indices` of a ragged array as one of their own."""
     return end_to_end([flat[offsets[i] : offsets[i + 1]] for i in indices], flat.dtype)

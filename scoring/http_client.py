@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 
 from scoring import wire
-from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
+from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch, cut_by_tokens
 from scoring.coalescing import Coalescer
 from scoring.errors import (
     BatchTooLarge,
@@ -38,7 +38,7 @@ from scoring.errors import (
 from scoring.limits import BatchLimits
 from scoring.loop_thread import LoopThread
 from scoring.reads import LabelRead, MatrixRead
-from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores
+from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores, one_by_one
 
 logger = logging.getLogger(__name__)
 
@@ -348,18 +348,12 @@ class AsyncHttpScoringClient(_Client):
                 except ScoringError as error:
                     return piece, wire.SCORES[kind].failed(error, len(piece))
 
-        number = (np.cumsum(batch.tokens()) - batch.tokens()) // _PIECE_TOKENS  # int64 [N]
-        pieces = np.split(np.arange(len(batch)), np.flatnonzero(np.diff(number)) + 1) if len(batch) else []
-        asking = [asyncio.create_task(ask(piece)) for piece in pieces]
+        asking = [asyncio.create_task(ask(piece)) for piece in cut_by_tokens(batch.tokens(), _PIECE_TOKENS)]
         try:
             for answered in asyncio.as_completed(asking):
                 piece, scores = await answered
-                for read, score in zip(piece.tolist(), scores, strict=True):
-                    if isinstance(score, ScoringError):
-                        score = score.at(read)
-                        if not return_exceptions:
-                            raise score
-                    yield read, score
+                for item in one_by_one(piece, scores, np.arange(len(piece)), return_exceptions):
+                    yield item
         finally:
             for task in asking:
                 task.cancel()

@@ -322,6 +322,23 @@ class LabelScores(_Scores):
         return _tensors(self.raise_first(), ("logprobs",))
 
 
+def one_by_one(
+    target: np.ndarray, scores: MatrixScores | LabelScores, source: np.ndarray, return_exceptions: bool
+) -> Iterator[tuple[int, Any]]:
+    """(target, score) of every read of a part, as `assemble` takes it.
+
+    Raises:
+        ScoringError: of the first read that failed, with its target as index, unless `return_exceptions`.
+    """
+    for read, place in zip(target.tolist(), source.tolist(), strict=True):
+        score = scores[place]
+        if isinstance(score, ScoringError):
+            score = score.at(read)
+            if not return_exceptions:
+                raise score
+        yield read, score
+
+
 def _tensors(scores: _Scores, names: Sequence[str]) -> list[dict[str, Any]]:
     import torch
 
