@@ -19,11 +19,30 @@ import psutil
 import pytest
 import ray
 import yaml
+from ray import serve
+
+from deployments.router import APP_NAME
 
 START_S = 240
 STOP_S = 60
 _TOKEN = secrets.token_hex(32)  # of every cluster that this process starts: Ray reads a token once per process
 _CLIENT_SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # of this process, see conftest.py; a cluster chooses its own
+
+
+def two_replicas_of(path: Path) -> dict[str, Any]:
+    """The settings of a small float32 teacher with two replicas."""
+    return {
+        "model": str(path),
+        "dtype": "float32",
+        "num_replicas": 2,
+        "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20},
+    }
+
+
+def outstanding_tokens() -> list[int]:
+    """Of each replica of the default teacher, the tokens that are not answered yet. Needs a connected process."""
+    beats = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("heartbeat").results(timeout_s=30)
+    return [beat["outstanding_tokens"] for beat in beats]
 
 
 class ServeProcess:
@@ -77,6 +96,15 @@ class ServeProcess:
         except BaseException:
             self.close()
             raise
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Its living processes whose name begins so."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it ends just now
+                if (process.cmdline() or [""])[0].startswith(name) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, Un
 from scoring.http_client import HttpScoringClient
 from scoring.wire import encode_batch
 from tests.oracle import hf_logprobs
-from tests.serve_process import ServeProcess
+from tests.serve_process import ServeProcess, outstanding_tokens, two_replicas_of
 
 VOCABULARY = 2048
 LIMIT = 3e-5
@@ -41,13 +41,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 def application(engines, tiny_path, tmp_path_factory):
     """The service with two replicas of the tiny teacher. This process is connected to its Ray cluster."""
     engines.close()
-    teacher = {
-        "model": str(tiny_path),
-        "dtype": "float32",
-        "num_replicas": 2,
-        "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20},
-    }
-    service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
+    service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": two_replicas_of(tiny_path)}})
     with service.connected():
         service.wait_for_replicas(2)
         yield service
@@ -262,12 +256,6 @@ def test_a_deadline_that_passes_is_a_typed_error_and_the_next_read_works(client,
     client.read_matrix(reads[:1])
 
 
-def outstanding():
-    """Tokens of both replicas that are not answered yet."""
-    beats = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("heartbeat").results(timeout_s=30)
-    return [beat["outstanding_tokens"] for beat in beats]
-
-
 def leave_early_over_http(application, reads):
     with httpx.Client(timeout=0.5) as http, pytest.raises(httpx.ReadTimeout):
         http.post(f"{application.url}/v1/matrix-reads", content=encode_batch(MatrixBatch.from_reads(reads)),
@@ -294,7 +282,7 @@ def test_a_caller_that_leaves_frees_the_engines_within_a_second(client, applicat
     client.read_matrix(make_reads(2))
     leave(application, make_reads(2000, seed=9))
     time.sleep(1)
-    assert outstanding() == [0, 0]
+    assert outstanding_tokens() == [0, 0]
 
 
 def test_reads_come_one_by_one_as_they_finish(client, http):

@@ -1,14 +1,11 @@
 """Aliases and LoRA adapters: teachers that share the replicas of another. One real service with one engine."""
 
 import json
-import os
 import shutil
-import signal
 import time
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 
 from deployments import record
@@ -162,12 +159,8 @@ def test_names_lead_somewhere(client, folders):
 def test_what_was_added_outlives_the_ingress(client, service, folders, tiny_model):
     client.add_adapter("lasting", "default", str(folders["strict"]))
     assert record.load("teacher-scoring")["adapters"]["lasting"]["path"] == str(folders["strict"])
-    ingress = next(
-        process
-        for process in psutil.Process(service.process.pid).children(recursive=True)
-        if (process.cmdline() or [""])[0].startswith("ray::ServeReplica:teacher-scoring:Ingress")
-    )
-    os.kill(ingress.pid, signal.SIGKILL)
+    (ingress,) = service.processes("ray::ServeReplica:teacher-scoring:Ingress")
+    ingress.kill()
     deadline = time.monotonic() + 60
     while True:
         try:

@@ -24,7 +24,7 @@ from deployments.router import APP_NAME
 from scoring.http_client import HttpScoringClient
 from tests.faults.load import Load, make_batches
 from tests.oracle import hf_logprobs
-from tests.serve_process import ServeProcess
+from tests.serve_process import ServeProcess, outstanding_tokens, two_replicas_of
 
 VOCABULARY = 2048
 LIMIT = 3e-5
@@ -50,13 +50,7 @@ random.Random(SEED).shuffle(STRIKES)
 
 @pytest.fixture(scope="module")
 def service(tiny_path, tmp_path_factory):
-    teacher = {
-        "model": str(tiny_path),
-        "dtype": "float32",
-        "num_replicas": 2,
-        "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20},
-    }
-    service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
+    service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": two_replicas_of(tiny_path)}})
     with service.connected():
         service.wait_for_replicas(2)
         yield service
@@ -105,18 +99,6 @@ def ways(service, client, http):
     return {"client": by_client, "http": by_http, "actor": by_actor}
 
 
-def processes(service, name):
-    """The service's living processes whose name begins so."""
-    found = []
-    for process in psutil.Process(service.process.pid).children(recursive=True):
-        try:
-            if (process.cmdline() or [""])[0].startswith(name) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def wait_until_whole(service, client, struck):
     """Two replicas with an engine each, an ingress, an actor, without the process that was struck."""
     started = time.monotonic()
@@ -134,7 +116,7 @@ def what_is_missing(service, client, struck):
         return f"{struck.pid} still runs"
     for name in {name for name, _ in FAULTS.values()}:
         count = 2 if name.startswith("VLLM") or name.endswith("Teacher") else 1
-        if len(alive := [p for p in processes(service, name) if p.status() != psutil.STATUS_STOPPED]) != count:
+        if len(alive := [p for p in service.processes(name) if p.status() != psutil.STATUS_STOPPED]) != count:
             return f"{len(alive)} processes {name}"
     try:
         if httpx.get(f"{service.url}/ready", timeout=10).status_code != 200:
@@ -151,7 +133,7 @@ def what_is_missing(service, client, struck):
 @pytest.mark.parametrize("strike", STRIKES)
 def test_a_fault_under_load_loses_nothing_and_mends_itself(service, client, batches, ways, strike, capsys):
     name, how = FAULTS[strike.split(", ")[0]]
-    victims = processes(service, name)
+    victims = service.processes(name)
     victim = random.Random(f"{SEED} {strike}").choice(victims)
     load = Load(ways, *batches, LIMIT)
     try:
@@ -170,13 +152,8 @@ def test_a_fault_under_load_loses_nothing_and_mends_itself(service, client, batc
     assert not load.failed  # one replica was alive throughout, and whoever asks tries again
 
 
-def outstanding(service):
-    beats = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("heartbeat").results(timeout_s=30)
-    return [beat["outstanding_tokens"] for beat in beats]
-
-
 def test_a_dead_engine_is_out_of_rotation_within_2_s(service, client):
-    victim = processes(service, "VLLM::EngineCore")[0]
+    victim = service.processes("VLLM::EngineCore")[0]
     host = psutil.Process(victim.ppid())
     victim.kill()
     _, left = psutil.wait_procs([host], timeout=2)
@@ -198,28 +175,24 @@ def test_a_killed_trainer_leaves_only_seconds_of_work(service, client):
     try:
         assert trainer.stdout.readline() == b"asking\n"
         deadline = time.monotonic() + 30
-        while not all(outstanding(service)):
+        while not all(outstanding_tokens()):
             assert time.monotonic() < deadline and trainer.poll() is None
             time.sleep(0.1)
     finally:
         trainer.kill()
         trainer.wait()
     time.sleep(3)
-    assert outstanding(service) == [0, 0]
+    assert outstanding_tokens() == [0, 0]
 
 
 def test_a_redeploy_under_load_loses_nothing(service, client, batches, ways, tiny_path):
     from deployments.app import build_app
     from deployments.config import AppConfig
 
-    def teacher(**changes):
-        args = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
-        return {"model": str(tiny_path), "dtype": "float32", "num_replicas": 2, "engine_args": args} | changes
-
     load = Load(ways, *batches, LIMIT)
     try:
         for changes in ({"max_candidates": 512}, {"max_candidates": 512, "num_replicas": 1}, {"num_replicas": 2}):
-            config = AppConfig(teachers={"default": teacher(**changes)})
+            config = AppConfig(teachers={"default": two_replicas_of(tiny_path) | changes})
             serve.run(build_app(config), name=APP_NAME, route_prefix="/")
             time.sleep(3)
     finally:
