@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import statistics
 import tempfile
@@ -32,6 +33,7 @@ from scoring.demo_teacher import demo_teacher
 from scoring.environment import prepare_engine_environment
 from scoring.http_client import HttpScoringClient
 from tests.engine_process import EngineProcess
+from tests.processes import engine_cores, workers
 from tests.serve_process import ServeProcess
 
 VOCABULARY = 49_152
@@ -78,15 +80,23 @@ def seconds(ask: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return (process.cmdline() or [process.name()])[0]
+    return ""
+
+
 def processor_seconds(root: int) -> Counter[str]:
     """Seconds of the processor that each kind of process below `root` has used."""
     used: Counter[str] = Counter()
-    for process in psutil.Process(root).children(recursive=True):
-        try:
-            name, times = (process.cmdline() or [process.name()])[0], process.cpu_times()
-        except psutil.Error:
-            continue
-        used[name.split("/")[-1].split(".")[0]] += times.user + times.system
+    tree = psutil.Process(root).children(recursive=True)
+    replicas = [process for process in tree if "Teacher-" in title(process)]
+    kinds = {process: "workers" for replica in replicas for process in workers(replica)}
+    kinds |= {process: "engine cores" for replica in replicas for process in engine_cores(replica)}
+    for process in tree:
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            times = process.cpu_times()
+            used[kinds.get(process, title(process).split("/")[-1].split(".")[0])] += times.user + times.system
     return used
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -31,6 +32,7 @@ from scoring.errors import (
     WrongEngineAnswer,
 )
 from tests.oracle import hf_logprobs
+from tests.processes import engine_cores, workers
 
 TINY = 3e-5
 
@@ -591,12 +593,12 @@ def test_what_vllms_own_queue_does_not_take_may_be_sent_again(tiny, method, batc
 # Progress and health. The functions run in the engine's process.
 
 
-async def stop_a_process(engine: TeacherEngine, name: str, idle: bool) -> tuple:
+async def stop_a_process(engine: TeacherEngine, which: Callable, idle: bool) -> tuple:
     """Stop a process of the engine until it counts as dead, with reads under way or with none but a canary.
 
     Returns what health said then, after how many seconds, and what the reads ended with once it ran again.
     """
-    (victim,) = [p for p in psutil.Process().children(recursive=True) if p.name() == name]
+    (victim,) = which(psutil.Process())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "_CANARY_AFTER_S", 0.1 if idle else 3600)
         patch.setattr(engine._meter, "patience_s", 2.0)
@@ -625,11 +627,9 @@ async def stop_a_process(engine: TeacherEngine, name: str, idle: bool) -> tuple:
     return verdict, waited, scores
 
 
-@pytest.mark.parametrize(
-    ("name", "idle"), [("VLLM::EngineCore", False), ("VLLM::Worker", False), ("VLLM::Worker", True)]
-)
-def test_an_engine_that_hangs_is_found_out_by_its_reads_or_by_a_canary(tiny, good_scores, name, idle):
-    verdict, waited, scores = tiny.call(stop_a_process, name, idle)
+@pytest.mark.parametrize(("which", "idle"), [(engine_cores, False), (workers, False), (workers, True)])
+def test_an_engine_that_hangs_is_found_out_by_its_reads_or_by_a_canary(tiny, good_scores, which, idle):
+    verdict, waited, scores = tiny.call(stop_a_process, which, idle)
     assert "the engine has made no step for 2." in str(verdict)
     assert ("while 1 reads" in str(verdict)) == idle
     assert 2.0 <= waited < 3.5

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
 from scoring.engine import TeacherEngine
 from scoring.errors import EngineDead
+from tests.processes import engine_cores, workers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,12 +19,12 @@ def no_dead_engine_is_left(engines):
     engines.close()
 
 
-async def read_while_a_process_dies(engine: TeacherEngine, name: str, batch: MatrixBatch) -> tuple:
-    """The answer to reads during which the engine's process of that name is killed, and after how many seconds."""
+async def read_while_a_process_dies(engine: TeacherEngine, which: Callable, batch: MatrixBatch) -> tuple:
+    """The answer to reads during which that process of the engine is killed, and after how many seconds."""
     task = asyncio.create_task(engine.read_matrix(batch))
     while not engine._llm.get_num_unfinished_requests():
         await asyncio.sleep(0.001)
-    (victim,) = [p for p in psutil.Process().children(recursive=True) if p.name() == name]
+    (victim,) = which(psutil.Process())
     started = time.monotonic()
     victim.kill()
     return await task, time.monotonic() - started
@@ -44,13 +46,11 @@ async def read_after(engine: TeacherEngine) -> tuple:
     return matrix, labels, engine.dead
 
 
-@pytest.mark.parametrize(
-    ("engine", "name"), [("smollm2_bf16", "VLLM::EngineCore"), ("smollm2_bf16_head_f32", "VLLM::Worker")]
-)
-def test_reads_of_an_engine_that_dies_fail_with_engine_dead(engines, engine, name):
+@pytest.mark.parametrize(("engine", "which"), [("smollm2_bf16", engine_cores), ("smollm2_bf16_head_f32", workers)])
+def test_reads_of_an_engine_that_dies_fail_with_engine_dead(engines, engine, which):
     engine = engines[engine]
     batch = MatrixBatch.from_reads([MatrixRead([i + 1] * 400, [7] * 100) for i in range(16)])
-    scores, waited = engine.call(read_while_a_process_dies, name, batch)
+    scores, waited = engine.call(read_while_a_process_dies, which, batch)
     assert len(scores.errors) > 8
     assert {type(error) for error in scores.errors.values()} == {EngineDead}
     assert waited < 10

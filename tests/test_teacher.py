@@ -14,6 +14,7 @@ from deployments.teacher import Teacher, _without_traceback
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
 from scoring.errors import DeadlineExceeded, InvalidRead, Overloaded, SelfTestFailed, TeacherUnavailable
 from tests.engine_process import EngineProcess
+from tests.processes import engine_cores, workers
 
 LIMIT = 1000
 PATIENCE_S = 2.0
@@ -209,7 +210,7 @@ def test_a_health_check_does_not_wait_behind_reads(teacher):
 
 
 async def stop_the_worker_under_load(teacher: Teacher) -> None:
-    (worker,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "VLLM::Worker"]
+    (worker,) = workers(psutil.Process())
     steps = teacher._engine.progress().steps
     teacher.under_way = asyncio.create_task(teacher.read_matrix(LONG, 60))
     while teacher._engine.progress().steps == steps:
@@ -224,7 +225,8 @@ def test_a_replica_whose_engine_hangs_ends_with_all_processes_of_the_engine(star
         process.call(stop_the_worker_under_load)
         stopped = time.monotonic()
         engine = process._tree[1:]
-        assert {"VLLM::EngineCore", "VLLM::Worker"} <= {p.name() for p in engine}
+        host = process._tree[0]
+        assert {*engine_cores(host), *workers(host)} <= set(engine)
         assert process._process.wait(PATIENCE_S + 5) == 1
         assert time.monotonic() - stopped > PATIENCE_S - 0.5
         _, left = psutil.wait_procs(engine, timeout=5)

@@ -24,6 +24,7 @@ from deployments.router import APP_NAME
 from scoring.http_client import HttpScoringClient
 from tests.faults.load import Load, make_batches
 from tests.oracle import hf_logprobs
+from tests.processes import engine_cores, workers
 from tests.serve_process import ServeProcess, outstanding_tokens, two_replicas_of
 
 VOCABULARY = 2048
@@ -32,18 +33,28 @@ TIMES = 2  # that each fault strikes
 WHOLE_S = 180.0
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 
-# What is struck, by the name of its process, and how.
-FAULTS = {
-    "kill replica": ("ray::ServeReplica:teacher-scoring:Teacher", signal.SIGKILL),
-    "kill engine": ("VLLM::EngineCore", signal.SIGKILL),
-    "kill worker": ("VLLM::Worker", signal.SIGKILL),
-    "stop engine": ("VLLM::EngineCore", signal.SIGSTOP),
-    "stop replica": ("ray::ServeReplica:teacher-scoring:Teacher", signal.SIGSTOP),
-    "kill actor": ("ray::TeacherScoringActor", signal.SIGKILL),
-    "kill ingress": ("ray::ServeReplica:teacher-scoring:Ingress", signal.SIGKILL),
-    "kill controller": ("ray::ServeController", signal.SIGKILL),
-    "kill proxy": ("ray::ProxyActor", signal.SIGKILL),
+
+def named(name):
+    return lambda service: service.processes(name)
+
+
+def of_each_replica(which):
+    return lambda service: [process for replica in REPLICAS(service) for process in which(replica)]
+
+
+REPLICAS = named("ray::ServeReplica:teacher-scoring:Teacher")
+# What a whole service consists of, and how many of each.
+WHOLE = {
+    "replica": (REPLICAS, 2),
+    "engine": (of_each_replica(engine_cores), 2),
+    "worker": (of_each_replica(workers), 2),
+    "actor": (named("ray::TeacherScoringActor"), 1),
+    "ingress": (named("ray::ServeReplica:teacher-scoring:Ingress"), 1),
+    "controller": (named("ray::ServeController"), 1),
+    "proxy": (named("ray::ProxyActor"), 1),
 }
+FAULTS = [*(f"kill {kind}" for kind in WHOLE), "stop engine", "stop replica"]
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 STRIKES = [f"{name}, {time}" for time in range(1, TIMES + 1) for name in FAULTS]
 random.Random(SEED).shuffle(STRIKES)
 
@@ -114,10 +125,9 @@ def wait_until_whole(service, client, struck):
 def what_is_missing(service, client, struck):
     if struck.is_running() and struck.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
         return f"{struck.pid} still runs"
-    for name in {name for name, _ in FAULTS.values()}:
-        count = 2 if name.startswith("VLLM") or name.endswith("Teacher") else 1
-        if len(alive := [p for p in service.processes(name) if p.status() != psutil.STATUS_STOPPED]) != count:
-            return f"{len(alive)} processes {name}"
+    for kind, (find, count) in WHOLE.items():
+        if len(alive := [p for p in find(service) if p.status() != psutil.STATUS_STOPPED]) != count:
+            return f"of {kind}: {len(alive)} processes"
     try:
         if httpx.get(f"{service.url}/ready", timeout=10).status_code != 200:
             return "/ready"
@@ -132,13 +142,12 @@ def what_is_missing(service, client, struck):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strike", STRIKES)
 def test_a_fault_under_load_loses_nothing_and_mends_itself(service, client, batches, ways, strike, capsys):
-    name, how = FAULTS[strike.split(", ")[0]]
-    victims = service.processes(name)
-    victim = random.Random(f"{SEED} {strike}").choice(victims)
+    how, kind = strike.split(", ")[0].split()
+    victim = random.Random(f"{SEED} {strike}").choice(WHOLE[kind][0](service))
     load = Load(ways, *batches, LIMIT)
     try:
         time.sleep(2)
-        victim.send_signal(how)
+        victim.send_signal(SIGNALS[how])
         mended = wait_until_whole(service, client, victim)
         time.sleep(2)
     finally:
@@ -153,8 +162,8 @@ def test_a_fault_under_load_loses_nothing_and_mends_itself(service, client, batc
 
 
 def test_a_dead_engine_is_out_of_rotation_within_2_s(service, client):
-    victim = service.processes("VLLM::EngineCore")[0]
-    host = psutil.Process(victim.ppid())
+    host = REPLICAS(service)[0]
+    (victim,) = engine_cores(host)
     victim.kill()
     _, left = psutil.wait_procs([host], timeout=2)
     assert not left
