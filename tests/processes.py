@@ -1,4 +1,4 @@
-"""The processes of an engine, found by who started whom. vLLM gives them titles, but not every process can be given one."""
+"""The processes of an engine, found by who started whom: vLLM gives them titles, but not every process takes one."""
 
 from __future__ import annotations
 
