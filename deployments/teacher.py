@@ -20,6 +20,7 @@ from ray import serve
 from deployments.autoscaling import OUTSTANDING_TOKENS
 from deployments.config import DEMO_MODEL, TeacherConfig
 from deployments.cores import lease_cores
+from deployments.log_handlers import serve_log_kept
 from deployments.placement import engine_args
 from scoring.adapters import Adapter
 from scoring.batches import LabelBatch, MatrixBatch
@@ -47,7 +48,8 @@ class Teacher:
         self._cores = None if settings.num_gpus else lease_cores(settings.cpu_cores)
         cores = self._cores.cores if self._cores else ()
         prepare_engine_environment(cores)
-        from scoring.engine import EngineSettings, TeacherEngine  # after the environment: vLLM reads it at import
+        with serve_log_kept():
+            from scoring.engine import EngineSettings, TeacherEngine  # after the environment: vLLM reads it at import
 
         started = time.monotonic()
         self._stopping = False

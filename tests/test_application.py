@@ -150,6 +150,13 @@ def test_both_replicas_take_part_and_each_has_a_core_of_its_own(client):
     assert all(after - start > 0.05 for start, after in zip(before, used(), strict=True))
 
 
+def test_a_replica_writes_its_log_after_vllm_was_imported(application):
+    """Without that a controller that is started anew takes every replica for broken."""
+    for replica in application.processes("ray::ServeReplica:teacher-scoring:Teacher"):
+        (log,) = [Path(f.path) for f in replica.open_files() if "/replica_" in f.path and f.path.endswith(".log")]
+        assert "is ready after" in log.read_text()
+
+
 def test_a_pinned_call_reaches_the_replica_it_names(application):
     handle = serve.get_deployment_handle("Teacher-default", APP_NAME)
     deadline = time.monotonic() + 10

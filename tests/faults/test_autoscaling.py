@@ -18,7 +18,6 @@ PATIENCE_S = 240  # three engines start on two cores that are busy
 @pytest.fixture(scope="module")
 def service(tiny_path, tmp_path_factory):
     teacher = two_replicas_of(tiny_path) | {
-        "num_replicas": None,
         "autoscaling": {
             "max_replicas": 3,
             "target_outstanding_tokens": 300,  # two of the batches under way ask for three replicas
@@ -27,6 +26,7 @@ def service(tiny_path, tmp_path_factory):
             "downscale_delay_s": 5,
         },
     }
+    del teacher["num_replicas"]
     service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
     with service.connected():
         yield service

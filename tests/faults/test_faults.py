@@ -144,6 +144,7 @@ def what_is_missing(service, client, struck):
 def test_a_fault_under_load_loses_nothing_and_mends_itself(service, client, batches, ways, strike, capsys):
     how, kind = strike.split(", ")[0].split()
     victim = random.Random(f"{SEED} {strike}").choice(WHOLE[kind][0](service))
+    engines = set(WHOLE["engine"][0](service))
     load = Load(ways, *batches, LIMIT)
     try:
         time.sleep(2)
@@ -158,6 +159,8 @@ def test_a_fault_under_load_loses_nothing_and_mends_itself(service, client, batc
         print(f"\n{strike}: whole after {mended:.0f} s; batches answered {load.answered}, failed {load.failed}")
     assert not load.wrong, load.wrong
     assert all(load.answered.values())
+    if kind in ("actor", "ingress", "controller", "proxy"):
+        assert set(WHOLE["engine"][0](service)) == engines
     assert not load.failed  # one replica was alive throughout, and whoever asks tries again
 
 
