@@ -33,8 +33,9 @@ test: setup  ## the tests (under 10 minutes)
 test-cluster: setup  ## shapes of replicas on a pretend cluster, and LoRA adapters (2 minutes)
 	@$(BIN)/python -m pytest tests/cluster
 
-test-faults: setup  ## kills and stops every process of a service under load (about 20 minutes)
-	@$(BIN)/python -m pytest tests/faults -s
+test-faults: setup  ## kills and stops every process of a service under load, and grows and shrinks it (about 20 minutes)
+	@$(BIN)/python -m pytest tests/faults/test_autoscaling.py -s
+	@$(BIN)/python -m pytest tests/faults/test_faults.py -s
 
 lint: setup  ## style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,4 +1,7 @@
-"""A teacher that grows from one replica to three and shrinks again while it is asked: `make test-faults`."""
+"""A teacher that grows from one replica to three and shrinks again while it is asked: `make test-faults`.
+
+Run by itself: a process that has been connected to one cluster keeps Serve's view of it.
+"""
 
 import time
 
