@@ -7,6 +7,10 @@ READY := .venv/.ready-$(shell cat requirements-cpu.lock pyproject.toml 2>/dev/nu
 # Nothing is fetched at run time, and a private cluster of this user needs no token.
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
+# Serve looks at its replicas, and exports what it counts, ten times a second by default: on a small machine the engines
+# feel it.
+export RAY_SERVE_CONTROL_LOOP_INTERVAL_S := 0.5
+export RAY_SERVE_METRICS_EXPORT_INTERVAL_MS := 2000
 
 .PHONY: help setup demo test test-cluster test-faults lint serve lock clean
 

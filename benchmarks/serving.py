@@ -24,6 +24,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "token"  # of the cluster that this starts; read when ray is imported
+# As the Makefile does: Serve's background work, ten times a second by default, takes its time from the engines.
+os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
 
 import numpy as np
 import psutil
