@@ -219,7 +219,7 @@ class MatrixBatch(_Ragged):
         if (runs > 1).any():
             raise InvalidRead("has a gap: the real tokens of each row must be one run", field="attention_mask")
         packed = input_ids[mask]
-        cu_seqlens = np.concatenate([[0], np.cumsum(mask.sum(axis=1))])
+        cu_seqlens = bounds_of(mask.sum(axis=1))
         if candidate_ids is not None:
             candidate_ids = _array(candidate_ids)
             response_lens = np.diff(cu_seqlens) - prompt_lens
@@ -275,7 +275,7 @@ class MatrixBatch(_Ragged):
                 field=f"prompt_lens[{i}]",
             )
         candidates = None if candidate_ids is None else candidate_matrix(candidate_ids, "candidate_ids")
-        starts = np.concatenate([[0], np.cumsum(response_lens)])
+        starts = bounds_of(response_lens)
         if candidates is not None and (candidates.ndim != 2 or len(candidates) != starts[-1]):
             raise InvalidRead(
                 f"has shape {list(candidates.shape)}; allowed is [{starts[-1]}, K], one row per response token",
@@ -457,7 +457,12 @@ def end_to_end(pieces: Sequence[np.ndarray], dtype: Any, per_read: int = 1) -> t
     """
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64).reshape(-1, per_read).sum(axis=1)
     flat = np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.zeros(0, dtype)
-    return flat, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return flat, bounds_of(lengths)
+
+
+def bounds_of(lengths: Any) -> np.ndarray:
+    """int64 [N + 1]: where each of N pieces laid end to end begins, with the end."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def cut_by_tokens(tokens: np.ndarray, size: int) -> list[np.ndarray]:

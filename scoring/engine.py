@@ -211,6 +211,8 @@ class TeacherEngine:
             rows=rows,
             row_offsets=row_offsets,
             widths=np.array([a.values.shape[-1] - 1 for a in answers], dtype=np.int64),
+            top_k=np.zeros(len(answers), np.int32),
+            extras=np.zeros(len(answers), np.int32),
             **self._columns(batch, answers, adapters or {}),
         )
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from scoring.batches import LabelBatch, MatrixBatch
+from scoring.batches import LabelBatch, MatrixBatch, bounds_of
 from scoring.errors import BatchTooLarge, InvalidRead, NotYetSupported
 from scoring.reads import LabelRead, MatrixRead
 
@@ -124,7 +124,7 @@ class BatchLimits:
     def cut(self, batch: MatrixBatch | LabelBatch) -> list[np.ndarray]:
         """The reads of a batch (int64, rising) in pieces that each hold as many as one call may; a read that is too
         big by itself is a piece of its own."""
-        ends = {name: np.concatenate([[0], np.cumsum(sizes)]) for name, sizes in _sizes(batch).items()}
+        ends = {name: bounds_of(sizes) for name, sizes in _sizes(batch).items()}
         pieces, start = [], 0
         while start < len(batch):
             fits = (np.searchsorted(end, end[start] + getattr(self, name), "right") - 1 for name, end in ends.items())

@@ -21,10 +21,11 @@ import numpy as np
 from safetensors.numpy import save
 
 from scoring.batches import OMITTED, ROWS, SCHEMA_VERSION, UNKNOWN_TO_MINUS_INF, LabelBatch, MatrixBatch, end_to_end
+from scoring.columns import ENTROPY, TAIL, widths
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer, from_dict
 from scoring.ids import PAD
 from scoring.reads import LabelRead, MatrixRead, read_from_fields
-from scoring.scores import NO_TOKEN, PER_READ, LabelScores, MatrixScores, ReadMeta
+from scoring.scores import META_COLUMNS, NO_TOKEN, LabelScores, MatrixScores, ReadMeta
 
 SAFETENSORS = "application/vnd.safetensors"
 """Media type of the binary form."""
@@ -219,7 +220,7 @@ def scores_from_json(kind: Kind, body: Any) -> MatrixScores | LabelScores:
         raise WrongEngineAnswer("results is a list")
     pieces: list[np.ndarray] = []  # float32, flat
     rows: list[np.ndarray] = []  # int64
-    widths: list[int] = []
+    ks: list[int] = []
     metas: list[ReadMeta] = []
     errors: dict[int, ScoringError] = {}
     for i, result in enumerate(body["results"]):
@@ -231,19 +232,20 @@ def scores_from_json(kind: Kind, body: Any) -> MatrixScores | LabelScores:
         if kind == "matrix":
             block, answered = _block(result, i)
             rows.append(answered)
-            widths.append(block.shape[1] - 1)
+            ks.append(block.shape[1] - 1)
             pieces.append(block.reshape(-1))
         else:
             pieces.append(_floats(result["logprobs"], i))
         if i not in errors:
             metas.append(_meta(result["meta"]))
     answered = np.array([i not in errors for i in range(len(pieces))], dtype=bool)
-    columns = {name: np.zeros(len(pieces), np.int32) for name in PER_READ}
+    columns = {name: np.zeros(len(pieces), np.int32) for name in META_COLUMNS}
     for name, column in columns.items():
         column[answered] = [getattr(meta, name) for meta in metas]
     values, offsets = end_to_end(pieces, np.float32)
     if kind == "matrix":
-        columns["widths"] = np.array(widths, dtype=np.int64)
+        columns["widths"] = np.array(ks, dtype=np.int64)
+        columns["top_k"] = columns["extras"] = np.zeros(len(pieces), np.int32)
         columns["rows"], columns["row_offsets"] = end_to_end(rows, np.int64)
     meta_index = np.full(len(pieces), -1, np.int32)
     meta_index[answered] = np.arange(len(metas))
@@ -513,31 +515,25 @@ def _meta(fields_: Any) -> ReadMeta:
 
 # ---------------------------------------------------------------- consistency of an answer
 
-_SCORE_DTYPES = {"values": np.float32, "offsets": np.int64, "widths": np.int64, "rows": np.int64} | {
-    name: np.int32 for name in (*PER_READ, "meta_index")
-}
-_SCORE_DTYPES["row_offsets"] = np.int64
-
 
 def _check_scores(scores: MatrixScores | LabelScores) -> None:
     """Raise `WrongEngineAnswer` unless the arrays of an answer from outside fit one another."""
-    for name in _array_names(type(scores)):
-        if getattr(scores, name).dtype != _SCORE_DTYPES[name]:
-            raise WrongEngineAnswer(
-                f"is {getattr(scores, name).dtype}; {np.dtype(_SCORE_DTYPES[name])} is due", field=name
-            )
     count = len(scores.meta_index)
-    flats = {"offsets": scores.values}
-    if isinstance(scores, MatrixScores):
-        flats["row_offsets"] = scores.rows
-    for name in _array_names(type(scores)):
-        due = count + 1 if name in flats else count
-        if name not in ("values", "rows") and len(getattr(scores, name)) != due:
-            raise WrongEngineAnswer(f"has {len(getattr(scores, name))} entries; {count} reads have {due}", field=name)
-    for name, flat in flats.items():
-        bounds = getattr(scores, name)
+    dtypes: dict[str, Any] = scores.per_read | {"meta_index": np.int32}
+    lengths = dict.fromkeys(dtypes, count)
+    for name, (dtype, offsets) in scores.flat.items():
+        dtypes |= {name: dtype, offsets: np.int64}
+        lengths[offsets] = count + 1
+    for name, dtype in dtypes.items():
+        if (given := getattr(scores, name).dtype) != dtype:
+            raise WrongEngineAnswer(f"is {given}; {np.dtype(dtype)} is due", field=name)
+    for name, due in lengths.items():
+        if (given := len(getattr(scores, name))) != due:
+            raise WrongEngineAnswer(f"has {given} entries; {count} reads have {due}", field=name)
+    for name, (_, offsets) in scores.flat.items():
+        flat, bounds = getattr(scores, name), getattr(scores, offsets)
         if bounds[0] != 0 or bounds[-1] != len(flat) or (bounds[1:] < bounds[:-1]).any():
-            raise WrongEngineAnswer(f"must rise from 0 to {len(flat)}", field=name)
+            raise WrongEngineAnswer(f"must rise from 0 to {len(flat)}", field=offsets)
     failed = np.zeros(count, dtype=bool)  # bool [N]
     if any(not 0 <= i < count for i in scores.errors):
         raise WrongEngineAnswer(f"names a read outside [0, {count})", field="errors")
@@ -548,9 +544,10 @@ def _check_scores(scores: MatrixScores | LabelScores) -> None:
     lengths = np.diff(scores.offsets)  # int64 [N]
     wrong = failed & (lengths > 0)
     if isinstance(scores, MatrixScores):
-        if ((scores.widths < 0) | (scores.widths >= 2**31)).any():
-            raise WrongEngineAnswer("must lie in [0, 2**31)", field="widths")
-        wrong |= lengths != np.diff(scores.row_offsets) * (1 + scores.widths)
+        for name, bound in (("widths", 2**31), ("top_k", 2**31), ("extras", (TAIL | ENTROPY) + 1)):
+            if ((getattr(scores, name) < 0) | (getattr(scores, name) >= bound)).any():
+                raise WrongEngineAnswer(f"must lie in [0, {bound})", field=name)
+        wrong |= lengths != np.diff(scores.row_offsets) * widths(scores.widths, scores.top_k, scores.extras)
     if wrong.any():
         i = int(np.flatnonzero(wrong)[0])
         raise WrongEngineAnswer(f"has {int(lengths[i])} scores, which do not fit its rows and K", read=i)

@@ -89,6 +89,8 @@ def _matrix_scores(read) -> MatrixScores:
         values=block.reshape(-1),
         offsets=np.array([0, block.size]),
         widths=np.array([read.width]),
+        top_k=np.zeros(1, np.int32),
+        extras=np.zeros(1, np.int32),
         rows=rows,
         row_offsets=np.array([0, len(rows)]),
         **_columns(read, len(read.prompt_ids) + len(read.response_ids)),

@@ -72,6 +72,8 @@ def matrix_scores(model: list[Answer | ScoringError]) -> MatrixScores:
         values=np.array([x for a in alive for x in a.block.ravel()], np.float32),
         offsets=np.cumsum([0, *(a.block.size for a in alive)]),
         widths=np.array([a.block.shape[1] - 1 for a in alive], np.int64),
+        top_k=np.zeros(len(alive), np.int32),
+        extras=np.zeros(len(alive), np.int32),
         rows=np.array([r for a in alive for r in a.rows], np.int64),
         row_offsets=np.cumsum([0, *(len(a.rows) for a in alive)]),
         prompt_tokens=np.array([a.prompt_tokens for a in alive], np.int32),
@@ -228,11 +230,12 @@ def test_scores_become_tensors_of_their_own(model):
 @given(st.lists(answers() | failures(), max_size=5))
 def test_the_plain_form_holds_the_same_answers_and_none_where_a_read_failed(model):
     plain = matrix_scores(model).to_dict()
-    assert set(plain) == {"logprobs", "response_logprobs", "rows", "meta", "errors", "schema_version"}
+    names = {"logprobs", "response_logprobs", "rows", "top_ids", "top_logprobs", "tail_logprob", "entropy", "meta"}
+    assert set(plain) == {*names, "errors", "schema_version"}
     assert plain["schema_version"] == 1
     for i, due in enumerate(model):
         if isinstance(due, ScoringError):
-            assert [plain[name][i] for name in ("logprobs", "response_logprobs", "rows", "meta")] == [None] * 4
+            assert [plain[name][i] for name in names] == [None] * 8
             assert plain["errors"][i] == due.at(i).to_dict()
         else:
             assert i not in plain["errors"]

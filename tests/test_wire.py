@@ -118,6 +118,8 @@ def answers(draw) -> tuple[str, MatrixScores | LabelScores]:
     return kind, MatrixScores(
         **scores,
         widths=np.array(widths, np.int64),
+        top_k=np.zeros(count, np.int32),
+        extras=np.zeros(count, np.int32),
         rows=np.concatenate([np.zeros(0, np.int64), *rows]),
         row_offsets=np.cumsum([0] + [len(r) for r in rows]),
     )
@@ -401,6 +403,8 @@ def one_answer():
             meta_index=np.zeros(1, np.int32),
             metas=(ReadMeta("default", 0, "ab", "vllm 0.32.0", "float32", "float32", "logprobs", 1),),
             widths=np.array([k]),
+            top_k=np.zeros(1, np.int32),
+            extras=np.zeros(1, np.int32),
             rows=np.arange(n),
             row_offsets=np.array([0, n]),
         )
