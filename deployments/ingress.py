@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -292,7 +291,7 @@ async def _answer_reads(kind: wire.Kind, request: Request, router: Router, limit
         )
     encode, size = wire.encode_scores, scores.values.nbytes
     if answer_in == JSON:
-        encode, size = _json_bytes, 5 * size  # a float32 is some 20 characters
+        encode, size = wire.encode_json, 5 * size  # a float32 is some 20 characters
     content = await beside_the_loop(size, lambda: encode(_with_failed(kind, scores, failed)))
     return Response(content, media_type=answer_in)
 
@@ -318,13 +317,6 @@ def _with_failed(kind: wire.Kind, scores: Any, failed: dict[int, ScoringError]) 
     good = np.array([i for i in range(count) if i not in failed], dtype=np.int64)  # int64 [len(scores)]
     parts = [(np.array([i]), answer.failed(error, 1), np.array([0])) for i, error in failed.items()]
     return answer.assemble(count, [(good, scores, np.arange(len(scores))), *parts])
-
-
-def _json_bytes(scores: Any) -> bytes:
-    """The JSON answer, written read by read: one `dumps` of it all would hold every other thread up."""
-    document = wire.scores_to_json(scores)
-    results = ",".join(json.dumps(result, allow_nan=False) for result in document["results"])
-    return f'{{"results":[{results}],"schema_version":{document["schema_version"]}}}'.encode()
 
 
 def _request_form(request: Request) -> str:

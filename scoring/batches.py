@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scoring.columns import widths_of
 from scoring.errors import InvalidRead
 from scoring.ids import candidate_matrix, id_vector
 from scoring.reads import EXTRAS, LabelRead, MatrixRead
@@ -336,6 +337,22 @@ class MatrixBatch(_Ragged):
         """int64 [N]: rows that each read asks for."""
         return np.where(self.modes & ROWS, np.diff(self.row_offsets), self.tokens() - self.prompt_lens)
 
+    def answered_rows(self) -> np.ndarray:
+        """int64, flat: the rows that each read asks for, read by read."""
+        counts = self.row_counts()
+        begins = bounds_of(counts)[:-1]
+        rows = np.arange(counts.sum(), dtype=np.int64) - np.repeat(begins, counts)
+        rows[np.repeat((self.modes & ROWS) > 0, counts)] = self.rows
+        return rows
+
+    def extras(self) -> np.ndarray:
+        """int32 [N]: the extras of each read, in the bits of `scoring.columns`."""
+        return ((self.modes & (TAIL | ENTROPY)) // TAIL).astype(np.int32)  # the same two bits, beginning at 1
+
+    def answer_widths(self) -> np.ndarray:
+        """int64 [N]: numbers in each row of each read's answer."""
+        return widths_of(self.widths, np.maximum(self.top_k, 0), self.extras())
+
     def request_bytes(self) -> np.ndarray:
         """int64 [N]: what each read adds to the size of a batch."""
         ids = self.tokens() + np.diff(self.candidate_offsets)
@@ -343,7 +360,7 @@ class MatrixBatch(_Ragged):
 
     def answer_bytes(self) -> np.ndarray:
         """int64 [N]: size of each read's scores."""
-        return 4 * self.row_counts() * (1 + self.widths)
+        return 4 * self.row_counts() * self.answer_widths()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -38,6 +38,11 @@ class Columns:
         return cls(candidates, top_k, bool(extras & TAIL), bool(extras & ENTROPY))
 
     @property
+    def extras(self) -> int:
+        """Tail and entropy in the bits above."""
+        return TAIL * self.tail | ENTROPY * self.entropy
+
+    @property
     def width(self) -> int:
         """Columns of a row, all in all."""
         return self._top_at + 2 * self.top_k
@@ -87,6 +92,6 @@ class Columns:
         return 1 + self.candidates + self.tail + self.entropy
 
 
-def widths(candidates: np.ndarray, top_k: np.ndarray, extras: np.ndarray) -> np.ndarray:
+def widths_of(candidates: np.ndarray, top_k: np.ndarray, extras: np.ndarray) -> np.ndarray:
     """int64 [N]: `Columns.of(...).width` of N reads."""
     return 1 + candidates + 2 * top_k.astype(np.int64) + (extras & TAIL > 0) + (extras & ENTROPY > 0)

@@ -158,6 +158,7 @@ class TeacherEngine:
             tokenizer_size=_tokenizer_size(settings.model),
             max_length=config.model_config.max_model_len,
             max_candidates=settings.max_candidates,
+            scores=settings.scores,
         )
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._head_dtype = str(config.model_config.head_dtype).removeprefix("torch.")  # hf_overrides may name it too

@@ -3,12 +3,14 @@
 What is refused is refused with a sentence: the field, what was given, what is allowed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from scoring import LabelRead, MatrixRead
-from scoring.errors import InvalidRead, NotYetSupported
+from scoring.errors import InvalidRead
 from scoring.limits import MAX_LABELS, TeacherLimits
 from scoring.reads import read_from_fields
 
@@ -387,11 +389,32 @@ def test_more_labels_than_vllm_takes_are_refused():
     assert "at most 128" in error.message
 
 
-def test_what_this_version_does_not_answer_is_refused_by_name():
-    for read, field in [(MatrixRead([5], [6], top_k=3), "top_k"), (MatrixRead([5], [6], extras="tail"), "extras")]:
-        error = refused(read)
-        assert type(error) is NotYetSupported
-        assert error.field == field
+def test_more_of_the_teachers_own_than_it_takes_or_has_is_refused_by_name():
+    LIMITS.check_matrix(MatrixRead([5], [6], top_k=LIMITS.max_candidates, extras=("tail", "entropy")))
+    error = refused(MatrixRead([5], [6], top_k=LIMITS.max_candidates + 1))
+    assert (type(error), error.field) == (InvalidRead, "top_k")
+    assert f"at most {LIMITS.max_candidates} (its setting max_candidates)" in error.message
+    small = replace(LIMITS, vocabulary=8, tokenizer_size=8, max_candidates=10)
+    small.check_matrix(MatrixRead([5], [6], top_k=8))
+    with pytest.raises(InvalidRead, match="top_k: is 9; this teacher's vocabulary has 8 ids"):
+        small.check_matrix(MatrixRead([5], [], top_k=9))
+
+
+def test_ids_that_float32_does_not_hold_are_not_promised():
+    replace(LIMITS, vocabulary=2**24).check_matrix(MatrixRead([5], [6], top_k=1))
+    large = replace(LIMITS, vocabulary=2**24 + 1)
+    large.check_matrix(MatrixRead([5], [6], [2**24]))
+    with pytest.raises(
+        InvalidRead, match=r"top_k: is 1; this teacher's vocabulary has 16777217 ids, .* up to 16777216"
+    ):
+        large.check_matrix(MatrixRead([5], [6], top_k=1))
+
+
+def test_logits_have_no_tail_and_no_entropy():
+    logits = replace(LIMITS, scores="logits")
+    logits.check_matrix(MatrixRead([5], [6], [7], top_k=2))
+    with pytest.raises(InvalidRead, match="extras: asks for tail and entropy; this teacher answers with logits"):
+        logits.check_matrix(MatrixRead([5], [6], [7], extras=("tail", "entropy")))
 
 
 def test_a_read_keeps_its_ids_when_the_callers_buffer_is_used_again():
