@@ -418,7 +418,7 @@ def _read(
         scores = wire.decode_scores(kind, response.content)
     else:
         scores = wire.scores_from_json(kind, wire.loads(response.content, WrongEngineAnswer))
-    _check_answer(batch, scores)
+    wire.check_answer(batch, scores)
     return scores if options.return_exceptions else scores.raise_first()
 
 
@@ -496,39 +496,3 @@ def _error_of(response: httpx.Response) -> ScoringError:
     except (TypeError, ValueError):  # none given, or a date
         error.details.pop("retry_after_s", None)
     return error
-
-
-def _check_answer(batch: MatrixBatch | LabelBatch, scores: MatrixScores | LabelScores) -> None:
-    """Raise `WrongEngineAnswer` unless `scores` has what `batch` asked for: reads, rows, columns, teacher."""
-    if len(scores) != len(batch):
-        raise WrongEngineAnswer(f"{len(scores)} reads were answered; {len(batch)} were asked")
-    answered = scores.meta_index >= 0  # bool [N]
-    if isinstance(batch, MatrixBatch):
-        counts = batch.row_counts()
-        due = {
-            "rows": (np.diff(scores.row_offsets), counts),
-            "K": (scores.widths, batch.widths),
-            "top_k": (scores.top_k, batch.top_k),
-            "extras": (scores.extras, batch.extras()),
-        }
-    else:
-        due = {"labels": (np.diff(scores.offsets), np.diff(batch.label_offsets))}
-    for name, (given, asked) in due.items():
-        if (wrong := answered & (given != asked)).any():
-            i = int(np.flatnonzero(wrong)[0])
-            raise WrongEngineAnswer(f"was answered with {name} {given[i]}; {asked[i]} is due", read=i)
-    if isinstance(batch, MatrixBatch):
-        rows = batch.answered_rows()[np.repeat(answered, counts)]
-        if (wrong := rows != scores.rows).any():
-            i = np.repeat(np.arange(len(batch)), np.where(answered, counts, 0))[wrong][0]
-            raise WrongEngineAnswer("was answered for other rows than asked", read=int(i))
-    # Teachers by number, -1 where none is named.
-    numbers = {name: place for place, name in enumerate(batch.teachers) if name is not None}
-    asked = np.array([numbers.get(name, -1) for name in batch.teachers], np.int64)[batch.teacher_index]
-    given = np.array([*(numbers.get(meta.teacher, -1) for meta in scores.metas), -1], np.int64)[scores.meta_index]
-    if (wrong := answered & (asked >= 0) & (given != asked)).any():
-        i = int(np.flatnonzero(wrong)[0])
-        who = scores.metas[scores.meta_index[i]].teacher
-        raise WrongEngineAnswer(
-            f"was answered by teacher {who!r}, not {batch.teachers[batch.teacher_index[i]]!r}", read=i
-        )

@@ -110,9 +110,9 @@ def encode_scores(scores: MatrixScores | LabelScores) -> bytes:
     """The safetensors form of an answer.
 
     Raises:
-        WrongEngineAnswer: a score is NaN or +inf.
+        WrongEngineAnswer: a score is NaN or +inf, or the arrays do not fit one another.
     """
-    refuse_not_a_score(scores)
+    _check_scores(scores)
     return _save(
         scores,
         f"{kind_of(scores)}-scores",
@@ -204,16 +204,16 @@ def scores_to_json(scores: MatrixScores | LabelScores) -> dict[str, Any]:
     which JSON has instead. A failed read is `{"error": {...}}`.
 
     Raises:
-        WrongEngineAnswer: a score is NaN or +inf.
+        WrongEngineAnswer: a score is NaN or +inf, or the arrays do not fit one another.
     """
-    refuse_not_a_score(scores)
+    _check_scores(scores)
     return {"results": [_result(score) for score in scores], "schema_version": SCHEMA_VERSION}
 
 
 def encode_json(scores: MatrixScores | LabelScores) -> bytes:
     """The bytes of `scores_to_json`, written read by read: nothing else ever holds all of the numbers as Python's own,
     and no single call holds every other thread up."""
-    refuse_not_a_score(scores)
+    _check_scores(scores)
     results = ",".join(json.dumps(_result(score), allow_nan=False) for score in scores)
     return f'{{"results":[{results}],"schema_version":{SCHEMA_VERSION}}}'.encode()
 
@@ -283,11 +283,47 @@ def error_from_json(error: Any) -> ScoringError:
         raise WrongEngineAnswer(f"an error's details are an object of names, not {short(error)}") from None
 
 
+def check_answer(batch: MatrixBatch | LabelBatch, scores: MatrixScores | LabelScores) -> None:
+    """Raise `WrongEngineAnswer` unless `scores` has what `batch` asked for: reads, rows, columns, teacher."""
+    if len(scores) != len(batch):
+        raise WrongEngineAnswer(f"{len(scores)} reads were answered; {len(batch)} were asked")
+    answered = scores.meta_index >= 0  # bool [N]
+    if isinstance(batch, MatrixBatch):
+        counts = batch.row_counts()
+        due = {
+            "rows": (np.diff(scores.row_offsets), counts),
+            "K": (scores.widths, batch.widths),
+            "top_k": (scores.top_k, batch.top_k),
+            "extras": (scores.extras, batch.extras()),
+        }
+    else:
+        due = {"labels": (np.diff(scores.offsets), np.diff(batch.label_offsets))}
+    for name, (given, asked) in due.items():
+        if (wrong := answered & (given != asked)).any():
+            i = int(np.flatnonzero(wrong)[0])
+            raise WrongEngineAnswer(f"was answered with {name} {given[i]}; {asked[i]} is due", read=i)
+    if isinstance(batch, MatrixBatch):
+        rows = batch.answered_rows()[np.repeat(answered, counts)]
+        if (wrong := rows != scores.rows).any():
+            i = np.repeat(np.arange(len(batch)), np.where(answered, counts, 0))[wrong][0]
+            raise WrongEngineAnswer("was answered for other rows than asked", read=int(i))
+    # Teachers by number, -1 where none is named.
+    numbers = {name: place for place, name in enumerate(batch.teachers) if name is not None}
+    asked = np.array([numbers.get(name, -1) for name in batch.teachers], np.int64)[batch.teacher_index]
+    given = np.array([*(numbers.get(meta.teacher, -1) for meta in scores.metas), -1], np.int64)[scores.meta_index]
+    if (wrong := answered & (asked >= 0) & (given != asked)).any():
+        i = int(np.flatnonzero(wrong)[0])
+        who = scores.metas[scores.meta_index[i]].teacher
+        raise WrongEngineAnswer(
+            f"was answered by teacher {who!r}, not {batch.teachers[batch.teacher_index[i]]!r}", read=i
+        )
+
+
 def kind_of(value: MatrixBatch | LabelBatch | MatrixScores | LabelScores) -> Kind:
     return "matrix" if isinstance(value, MatrixBatch | MatrixScores) else "label"
 
 
-def refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
+def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
     """Raise `WrongEngineAnswer` when a score is NaN or +inf, which none is, or a top id no id."""
     if not scores.values.max(initial=-np.inf) < np.inf:  # of numbers with a NaN among them it is NaN
         at = int(np.flatnonzero(~(scores.values < np.inf))[0])
@@ -585,7 +621,7 @@ def _check_meta(given: Any) -> None:
 
 
 def _check_scores(scores: MatrixScores | LabelScores) -> None:
-    """Raise `WrongEngineAnswer` unless the arrays of an answer from outside fit one another, and hold scores."""
+    """Raise `WrongEngineAnswer` unless the arrays of an answer fit one another, and hold scores."""
     count = len(scores.meta_index)
     dtypes: dict[str, Any] = scores.per_read | {"meta_index": np.int32}
     lengths = dict.fromkeys(dtypes, count)
@@ -619,4 +655,4 @@ def _check_scores(scores: MatrixScores | LabelScores) -> None:
     if wrong.any():
         i = int(np.flatnonzero(wrong)[0])
         raise WrongEngineAnswer(f"has {int(lengths[i])} scores, which do not fit its rows and K", read=i)
-    refuse_not_a_score(scores)
+    _refuse_not_a_score(scores)
