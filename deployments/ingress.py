@@ -33,6 +33,7 @@ from deployments.http_door import (
     route_answering_errors,
     trace_headers,
 )
+from deployments.openapi import description_of
 from deployments.router import Router
 from deployments.vllm_routes import vllm_routes
 from scoring import wire
@@ -222,12 +223,12 @@ def _own_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
     readiness = _Readiness(router)
     started = int(time.time())
 
-    @routes.post("/v1/matrix-reads", openapi_extra=_body("MatrixRead", "response_ids"))
+    @routes.post("/v1/matrix-reads", openapi_extra=description_of("matrix"))
     async def matrix_reads(request: Request) -> Response:
         """Log-probabilities of candidates at every response position."""
         return await _answer_reads("matrix", request, router(), limits)
 
-    @routes.post("/v1/label-reads", openapi_extra=_body("LabelRead", "label_ids"))
+    @routes.post("/v1/label-reads", openapi_extra=description_of("label"))
     async def label_reads(request: Request) -> Response:
         """Log-probabilities of label ids as the next token after a prompt."""
         return await _answer_reads("label", request, router(), limits)
@@ -425,17 +426,3 @@ def _model(name: str, info: Mapping[str, Any], created: int) -> dict[str, Any]:
         "max_model_len": info["max_length"],
         "permission": [permission],
     }
-
-
-def _body(read: str, second: str) -> dict[str, Any]:
-    """What /docs says of a request: its required fields. The full list is the docstring of the read's class."""
-    ids = {"type": "array", "items": {"type": "integer"}}
-    fields = {"type": "object", "required": ["prompt_ids", second], "properties": {"prompt_ids": ids, second: ids}}
-    options = {
-        "timeout_s": {"type": "number", "default": wire.DEFAULT_TIMEOUT_S, "maximum": wire.MAX_TIMEOUT_S},
-        "return_exceptions": {"type": "boolean", "default": False},
-    }
-    reads = {"type": "array", "items": {**fields, "title": read}}
-    schema = {"type": "object", "required": ["reads"], "properties": {"reads": reads, **options}}
-    binary = {"type": "string", "format": "binary"}
-    return {"requestBody": {"content": {JSON: {"schema": schema}, wire.SAFETENSORS: {"schema": binary}}}}

@@ -87,6 +87,17 @@ class Columns:
             "entropy": block[..., self.entropy_at] if self.entropy else None,
         }
 
+    def name_of(self, column: int) -> str:
+        """What stands in a column of a row, for errors."""
+        if column == self.response_at:
+            return "response_logprobs"
+        if column <= self.candidates:
+            return f"col {column - 1}"
+        if column in (self.tail_at, self.entropy_at):
+            return "tail_logprob" if column == self.tail_at else "entropy"
+        top, place = divmod(column - self._top_at, self.top_k)
+        return f"{('top_ids', 'top_logprobs')[top]} col {place}"
+
     @property
     def _top_at(self) -> int:
         return 1 + self.candidates + self.tail + self.entropy

@@ -39,9 +39,9 @@ MAX_BATCH_HEADER = 1 << 20
 MAX_SCORES_HEADER = 64 << 20
 
 Kind = Literal["matrix", "label"]
+READ = {"matrix": MatrixRead, "label": LabelRead}
 BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
 SCORES = {"matrix": MatrixScores, "label": LabelScores}
-_READ = {"matrix": MatrixRead, "label": LabelRead}
 _OPTIONS = ("timeout_s", "return_exceptions")
 
 
@@ -329,7 +329,10 @@ def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
         at = int(np.flatnonzero(~(scores.values < np.inf))[0])
         read = int(np.searchsorted(scores.offsets, at, side="right")) - 1
         place = at - int(scores.offsets[read])
-        where = _where(scores.columns(read), place) if isinstance(scores, MatrixScores) else f"label {place}"
+        where = f"label {place}"
+        if isinstance(scores, MatrixScores):
+            row, column = divmod(place, scores.columns(read).width)
+            where = f"row {row} {scores.columns(read).name_of(column)}"
         raise WrongEngineAnswer(f"the score at {where} is {scores.values[at]}", read=read)
     if isinstance(scores, MatrixScores):
         for i in np.flatnonzero((scores.top_k > 0) & (np.diff(scores.offsets) > 0)).tolist():
@@ -340,17 +343,6 @@ def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
             if wrong.any():
                 row, k = (int(x) for x in np.argwhere(wrong)[0])
                 raise WrongEngineAnswer(f"the id at row {row} of top_ids col {k} is {ids[row, k]}", read=i)
-
-
-def _where(columns: Columns, place: int) -> str:
-    """What the number at `place` of a matrix read's block is, in words."""
-    row, column = divmod(place, columns.width)
-    if column == columns.response_at:
-        return f"row {row} of response_logprobs"
-    names = {columns.tail_at: "tail_logprob", columns.entropy_at: "entropy"}
-    for name, at in (("top_ids", columns.top_ids_at), ("top_logprobs", columns.top_logprobs_at)):
-        names |= {column: f"{name} col {column - at.start}" for column in range(at.start, at.stop)}
-    return f"row {row} of {names[column]}" if column in names else f"row {row} col {column - 1}"
 
 
 # ---------------------------------------------------------------- parts of safetensors
@@ -493,7 +485,7 @@ def _refuse_constant(name: str) -> None:
 
 def _read_or_error(kind: Kind, i: int, read: Any) -> MatrixRead | LabelRead | InvalidRead:
     try:
-        return read_from_fields(_READ[kind], read)
+        return read_from_fields(READ[kind], read)
     except InvalidRead as error:
         return error.at(i)
 

@@ -264,13 +264,13 @@ def test_a_top_id_that_is_no_id_is_an_error_that_names_its_place(encode, bad, on
 @pytest.mark.parametrize(
     ("place", "where"),
     [
-        (0, "row 0 of response_logprobs"),
+        (0, "row 0 response_logprobs"),
         (11, "row 1 col 0"),
-        (12, "row 1 of tail_logprob"),
-        (13, "row 1 of entropy"),
-        (15, "row 1 of top_ids col 1"),
-        (17, "row 1 of top_logprobs col 0"),
-        (19, "row 1 of top_logprobs col 2"),
+        (12, "row 1 tail_logprob"),
+        (13, "row 1 entropy"),
+        (15, "row 1 top_ids col 1"),
+        (17, "row 1 top_logprobs col 0"),
+        (19, "row 1 top_logprobs col 2"),
     ],
 )
 def test_a_nan_is_named_by_what_it_should_have_been(place, where, one_answer):
@@ -328,7 +328,7 @@ def test_a_nan_in_bytes_from_outside_is_an_error(one_answer):
     data = bytearray(encode_scores(one_answer(1, 1)))
     at = bytes(data).rindex(struct.pack("<2f", 0.0, -1.0))
     data[at : at + 4] = struct.pack("<f", np.nan)
-    with pytest.raises(WrongEngineAnswer, match="row 0 of response_logprobs"):
+    with pytest.raises(WrongEngineAnswer, match="row 0 response_logprobs"):
         decode_scores("matrix", bytes(data))
 
 
