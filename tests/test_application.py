@@ -120,6 +120,51 @@ def test_client_actor_and_http_agree_bit_for_bit(client, actor, http, applicatio
         np.testing.assert_array_equal(score.response_logprobs, by_http[i].response_logprobs)
 
 
+def test_what_the_teacher_thinks_beside_the_candidates_is_the_same_through_every_way_in(
+    client, actor, http, application, tiny_model
+):
+    asked = [{"top_k": 7, "extras": ("tail", "entropy")}, {"top_k": 3}, {"extras": "tail"}, {"extras": "entropy"}]
+    given = make_reads(8, seed=4)
+    reads = [
+        MatrixRead(read.prompt_ids, read.response_ids, read.candidate_ids, **more)
+        for read, more in zip(given, asked * 2, strict=True)
+    ]
+    reads += [
+        MatrixRead([1, 2], [3, 4, 5], rows=[2, 0], top_k=4),  # the usual way to the teacher's own best
+        MatrixRead([1, 2], [], [8, 9], top_k=5, extras=("tail", "entropy")),
+        given[0],
+    ]
+    scores = client.read_matrix(reads)
+    by_actor = ray.get(actor.read_matrix.remote(reads))
+    with HttpScoringClient(application.url, binary=False) as json_client:
+        others = [http.read_matrix(reads), json_client.read_matrix(reads), dict(client.iter_matrix(reads))]
+    submitted = [client.submit(read) for read in reads]
+    others.append([future.result(60) for future in submitted])
+    for i, (read, score) in enumerate(zip(reads, scores, strict=True)):
+        for name in ("logprobs", "response_logprobs", "top_ids", "top_logprobs", "tail_logprob", "entropy"):
+            one = getattr(score, name)
+            for other in (by_actor[name][i], *(getattr(answer[i], name) for answer in others)):
+                assert (one is None) == (other is None), name
+                assert one is None or (one.dtype, one.shape) == (other.dtype, other.shape), name
+                assert one is None or np.allclose(one, other, rtol=0, atol=LIMIT), name  # batched with others each time
+        rows = np.arange(len(read.response_ids)) if read.rows is None else read.rows
+        ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
+        due = hf_logprobs(tiny_model, ids).double().numpy()[len(read.prompt_ids) - 1 + rows]  # [n, V]
+        if read.top_k:
+            assert score.top_ids.dtype == np.int32
+            assert score.top_ids.shape == score.top_logprobs.shape == (len(rows), read.top_k)
+            best = -np.sort(-due, axis=1)[:, : read.top_k]
+            assert np.abs(score.top_logprobs - best).max(initial=0) <= LIMIT
+            assert np.abs(np.take_along_axis(due, score.top_ids.astype(int), 1) - best).max(initial=0) <= LIMIT
+        if "tail" in read.extras:
+            outside = np.exp(due)
+            for line, row in zip(outside, rows, strict=True):
+                line[np.broadcast_to(read.candidate_ids, (len(read.response_ids), read.width))[row]] = 0
+            assert np.abs(score.tail_logprob - np.log(outside.sum(axis=1))).max(initial=0) <= LIMIT
+        if "entropy" in read.extras:
+            assert np.abs(score.entropy + (np.exp(due) * due).sum(axis=1)).max(initial=0) <= 1e-4
+
+
 def test_label_reads_agree_with_hugging_face_through_every_way_in(client, actor, http, tiny_model):
     reads = [LabelRead([3, 1, 4, 1, 5], [9, 2, 6, 9]), LabelRead([2], [7])]
     truth = [hf_logprobs(tiny_model, r.prompt_ids.tolist()).numpy()[-1][r.label_ids] for r in reads]
@@ -358,7 +403,8 @@ READ = {"prompt_ids": [1, 2], "response_ids": [3, 4], "candidate_ids": [[5, 6], 
         ({"rows": [0, 0]}, "rows", "more than once"),
         ({"rows": [2]}, "rows[0]", "[0, 2)"),
         ({"temperature": 0.7}, "temperature", "not a field"),
-        ({"top_k": 5}, "top_k", "candidates only"),
+        ({"top_k": 1025}, "top_k", "at most 1024"),
+        ({"extras": ["kl"]}, "extras", "tail, entropy"),
         ({"teacher": "nobody"}, "teacher", "default"),
     ],
 )
