@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -120,49 +121,58 @@ def test_client_actor_and_http_agree_bit_for_bit(client, actor, http, applicatio
         np.testing.assert_array_equal(score.response_logprobs, by_http[i].response_logprobs)
 
 
-def test_what_the_teacher_thinks_beside_the_candidates_is_the_same_through_every_way_in(
-    client, actor, http, application, tiny_model
-):
+def check_asked(read, score, due):
+    """Hold an answer against the whole distribution of each of its rows, float64 [n, V]."""
+    if not read.top_k:
+        assert score.top_ids is score.top_logprobs is None
+    else:
+        assert (score.top_ids.dtype, score.top_logprobs.dtype) == (np.int32, np.float32)
+        assert score.top_ids.shape == score.top_logprobs.shape == (len(due), read.top_k)
+        assert all(len(set(ids)) == read.top_k for ids in score.top_ids.tolist())
+        best = -np.sort(-due, axis=1)[:, : read.top_k]
+        assert np.abs(score.top_logprobs - best).max(initial=0) <= LIMIT
+        assert np.abs(np.take_along_axis(due, score.top_ids.astype(int), 1) - best).max(initial=0) <= LIMIT
+    outside, rows = np.exp(due), np.arange(len(read.response_ids)) if read.rows is None else read.rows
+    if read.candidate_ids is not None:
+        of_row = np.broadcast_to(read.candidate_ids, (len(read.response_ids), read.width))[rows]
+        np.put_along_axis(outside, of_row.astype(int), 0, axis=1)
+    expected = {"tail": np.log(outside.sum(axis=1)), "entropy": -(np.exp(due) * due).sum(axis=1)}
+    for name, given in (("tail", score.tail_logprob), ("entropy", score.entropy)):
+        if name not in read.extras:
+            assert given is None
+        else:
+            assert (given.dtype, given.shape) == (np.float32, (len(due),))
+            assert np.abs(given - expected[name]).max(initial=0) <= LIMIT
+
+
+def test_what_is_asked_beside_the_candidates_comes_through_every_way_in(client, actor, http, application, tiny_model):
     asked = [{"top_k": 7, "extras": ("tail", "entropy")}, {"top_k": 3}, {"extras": "tail"}, {"extras": "entropy"}]
-    given = make_reads(8, seed=4)
     reads = [
         MatrixRead(read.prompt_ids, read.response_ids, read.candidate_ids, **more)
-        for read, more in zip(given, asked * 2, strict=True)
+        for read, more in zip(make_reads(8, seed=4), asked * 2, strict=True)
     ]
     reads += [
         MatrixRead([1, 2], [3, 4, 5], rows=[2, 0], top_k=4),  # the usual way to the teacher's own best
         MatrixRead([1, 2], [], [8, 9], top_k=5, extras=("tail", "entropy")),
-        given[0],
+        MatrixRead([1, 2], [3, 4], [[8, 9], [7, 6]]),
     ]
-    scores = client.read_matrix(reads)
-    by_actor = ray.get(actor.read_matrix.remote(reads))
+    plain = ray.get(actor.read_matrix.remote(reads))
+    names = ("logprobs", "top_ids", "top_logprobs", "tail_logprob", "entropy")
     with HttpScoringClient(application.url, binary=False) as json_client:
-        others = [http.read_matrix(reads), json_client.read_matrix(reads), dict(client.iter_matrix(reads))]
-    submitted = [client.submit(read) for read in reads]
-    others.append([future.result(60) for future in submitted])
-    for i, (read, score) in enumerate(zip(reads, scores, strict=True)):
-        for name in ("logprobs", "response_logprobs", "top_ids", "top_logprobs", "tail_logprob", "entropy"):
-            one = getattr(score, name)
-            for other in (by_actor[name][i], *(getattr(answer[i], name) for answer in others)):
-                assert (one is None) == (other is None), name
-                assert one is None or (one.dtype, one.shape) == (other.dtype, other.shape), name
-                assert one is None or np.allclose(one, other, rtol=0, atol=LIMIT), name  # batched with others each time
+        ways = {
+            "client": client.read_matrix(reads),
+            "one by one": dict(client.iter_matrix(reads)),
+            "submitted": [future.result(60) for future in [client.submit(read) for read in reads]],
+            "actor": [SimpleNamespace(**{name: plain[name][i] for name in names}) for i in range(len(reads))],
+            "safetensors": http.read_matrix(reads),
+            "JSON": json_client.read_matrix(reads),
+        }
+    for i, read in enumerate(reads):
         rows = np.arange(len(read.response_ids)) if read.rows is None else read.rows
-        ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
-        due = hf_logprobs(tiny_model, ids).double().numpy()[len(read.prompt_ids) - 1 + rows]  # [n, V]
-        if read.top_k:
-            assert score.top_ids.dtype == np.int32
-            assert score.top_ids.shape == score.top_logprobs.shape == (len(rows), read.top_k)
-            best = -np.sort(-due, axis=1)[:, : read.top_k]
-            assert np.abs(score.top_logprobs - best).max(initial=0) <= LIMIT
-            assert np.abs(np.take_along_axis(due, score.top_ids.astype(int), 1) - best).max(initial=0) <= LIMIT
-        if "tail" in read.extras:
-            outside = np.exp(due)
-            for line, row in zip(outside, rows, strict=True):
-                line[np.broadcast_to(read.candidate_ids, (len(read.response_ids), read.width))[row]] = 0
-            assert np.abs(score.tail_logprob - np.log(outside.sum(axis=1))).max(initial=0) <= LIMIT
-        if "entropy" in read.extras:
-            assert np.abs(score.entropy + (np.exp(due) * due).sum(axis=1)).max(initial=0) <= 1e-4
+        everything = hf_logprobs(tiny_model, [*read.prompt_ids.tolist(), *read.response_ids.tolist()]).double().numpy()
+        for scores in ways.values():
+            check_asked(read, scores[i], everything[len(read.prompt_ids) - 1 + rows])
+            np.testing.assert_allclose(scores[i].logprobs, ways["client"][i].logprobs, rtol=0, atol=LIMIT)
 
 
 def test_label_reads_agree_with_hugging_face_through_every_way_in(client, actor, http, tiny_model):
