@@ -8,9 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scoring import LabelRead, MatrixRead
 from scoring.errors import InvalidRead
+from scoring.ids import candidate_matrix
 from scoring.limits import MAX_LABELS, TeacherLimits
 from scoring.reads import read_from_fields
 
@@ -424,6 +427,28 @@ def test_a_read_keeps_its_ids_when_the_callers_buffer_is_used_again():
     assert read.prompt_ids.tolist() == [1, 2]
     assert read.response_ids.tolist() == [3, 4]
     assert read.candidate_ids.tolist() == [[1, 2], [3, 4]]
+
+
+def outcome(rows):
+    """The matrix that rows of candidates become, or what is said of them."""
+    try:
+        return candidate_matrix(rows, "candidate_ids").tolist()
+    except InvalidRead as error:
+        return str(error)
+
+
+@given(st.lists(st.lists(st.integers(-3, 9) | st.sampled_from([-1, 2**31 - 1, 2**31, -(2**40), 10**30]))))
+def test_rows_of_lists_become_what_rows_of_arrays_become(rows):
+    """Lists, as JSON has them, are taken all at once; other rows one by one."""
+    one_by_one = [tuple(row) for row in rows]
+    assert outcome(rows) == outcome(one_by_one)
+
+
+@pytest.mark.parametrize("other", [1.0, True, None, "1", [1]])
+def test_one_wrong_element_among_many_rows_is_named(other):
+    rows = [[1, 2], [3], [4, other, 5]]
+    assert outcome(rows) == outcome([tuple(row) for row in rows])
+    assert "candidate_ids[2]" in outcome(rows)
 
 
 def test_rows_too_uneven_to_pad_are_refused_before_anything_is_allocated():
