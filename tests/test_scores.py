@@ -229,6 +229,16 @@ def test_padded_scores_hold_every_row_and_the_fill_elsewhere(data, asked):
             assert str(tensors[name].dtype) == f"torch.{part.dtype}"
 
 
+def test_beyond_a_reads_rows_the_ids_are_no_ids():
+    short, long = (
+        Answer(numbers(n, 1, 0), list(range(n)), 0, 5, top=(np.full((n, 2), 7, np.int32), numbers(n, 2, 1)))
+        for n in (1, 2)
+    )
+    padded = matrix_scores([short, long]).to_padded(2, fill=0.0)
+    assert padded.top_ids.tolist() == [[[7, 7], [-1, -1]], [[7, 7], [7, 7]]]
+    assert padded.top_logprobs[0, 1].tolist() == [0.0, 0.0]
+
+
 def test_no_scores_are_padded_to_no_rectangle():
     padded = matrix_scores([]).to_padded(3, fill=0.0)
     assert (padded.logprobs.shape, padded.response_logprobs.shape, padded.mask.shape) == ((0, 3, 0), (0, 3), (0, 3))
