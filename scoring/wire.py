@@ -335,7 +335,10 @@ def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
             where = f"row {row} {scores.columns(read).name_of(column)}"
         raise WrongEngineAnswer(f"the score at {where} is {scores.values[at]}", read=read)
     if isinstance(scores, MatrixScores):
-        for i in np.flatnonzero((scores.top_k > 0) & (np.diff(scores.offsets) > 0)).tolist():
+        special = (scores.top_k > 0) | (
+            (scores.extras & ENTROPY) > 0
+        )  # bool [N]: has numbers that are no log-probability
+        for i in np.flatnonzero(special & (np.diff(scores.offsets) > 0)).tolist():
             columns = scores.columns(i)
             block = scores.values[scores.offsets[i] : scores.offsets[i + 1]].reshape(-1, columns.width)
             ids = block[:, columns.top_ids_at]
@@ -343,6 +346,8 @@ def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
             if wrong.any():
                 row, k = (int(x) for x in np.argwhere(wrong)[0])
                 raise WrongEngineAnswer(f"the id at row {row} of top_ids col {k} is {ids[row, k]}", read=i)
+            if columns.entropy and np.isneginf(block[:, columns.entropy_at]).any():
+                raise WrongEngineAnswer("an entropy is missing", read=i)
 
 
 # ---------------------------------------------------------------- parts of safetensors
@@ -423,7 +428,9 @@ def _entries(header: dict[str, Any], error: type[ScoringError]) -> Iterator[tupl
 
 
 def _naturals(value: Any, count: int) -> bool:
-    return isinstance(value, list) and len(value) == count and all(type(x) is int and 0 <= x < 2**62 for x in value)
+    if not isinstance(value, list) or len(value) != count or not set(map(type, value)) <= {int}:
+        return False
+    return min(value, default=0) >= 0 and max(value, default=0) < 2**62
 
 
 def _array_names(cls: type) -> tuple[str, ...]:
@@ -576,12 +583,12 @@ def _block(result: dict[str, Any], read: int) -> tuple[np.ndarray, np.ndarray, C
     if not _naturals(result["rows"], n):
         raise WrongEngineAnswer(f"shape says {n} rows; there are others", read=read)
     columns = Columns(k, top_k, "tail_logprob" in result, "entropy" in result)
-    block = np.empty((n, columns.width), dtype=np.float32)
-    block[:, columns.candidates_at] = _floats(_flat(result["logprobs"], n, k, read), read).reshape(n, k)
+    parts = [(columns.candidates_at, _floats(_flat(result["logprobs"], n, k, read), read).reshape(n, k))]
     if "top_k" in result:
-        block[:, columns.top_ids_at] = _ids(_flat(result["top_ids"], n, top_k, read), read).reshape(n, top_k)
-        top = _floats(_flat(result["top_logprobs"], n, top_k, read), read)
-        block[:, columns.top_logprobs_at] = top.reshape(n, top_k)
+        top_ids = _ids(_flat(result["top_ids"], n, top_k, read), read)
+        top_logprobs = _floats(_flat(result["top_logprobs"], n, top_k, read), read)
+        parts.append((columns.top_ids_at, top_ids.reshape(n, top_k)))
+        parts.append((columns.top_logprobs_at, top_logprobs.reshape(n, top_k)))
     for at, name in (
         (columns.response_at, "response_logprobs"),
         (columns.tail_at, "tail_logprob"),
@@ -591,7 +598,10 @@ def _block(result: dict[str, Any], read: int) -> tuple[np.ndarray, np.ndarray, C
             numbers = _floats(result[name], read)
             if len(numbers) != n:
                 raise WrongEngineAnswer(f"shape says {n} rows; {name} has {len(numbers)}", read=read)
-            block[:, at] = numbers
+            parts.append((at, numbers))
+    block = np.empty((n, columns.width), dtype=np.float32)  # as much as is in hand: nothing was taken at its word
+    for at, part in parts:
+        block[:, at] = part
     return block, np.array(result["rows"], dtype=np.int64), columns
 
 

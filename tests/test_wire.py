@@ -97,8 +97,10 @@ def answers(draw) -> tuple[str, MatrixScores | LabelScores]:
         numbers = lambda count: draw(st.lists(SCORE, min_size=count, max_size=count))  # noqa: E731
         if kind == "matrix":
             ids = st.lists(st.integers(0, 2**24), min_size=top_k, max_size=top_k)
-            extra = extras.bit_count()
-            piece = [x for _ in range(n) for x in [*numbers(1 + k + extra), *draw(ids), *numbers(top_k)]]
+            row = st.tuples(
+                *[SCORE] * (1 + k + (extras & 1)), *[st.floats(0, 99, width=32)] * (extras >> 1), ids, *[SCORE] * top_k
+            ).map(lambda row: [x for part in row for x in (part if isinstance(part, list) else [part])])
+            piece = [x for _ in range(n) for x in draw(row)]
         else:
             piece = numbers(n)
         pieces.append(np.array(piece, np.float32))
@@ -488,6 +490,8 @@ def test_a_json_answer_with_a_part_missing_or_changed_is_an_error_and_never_zero
         lambda r: r.update(tail_logprob=None),
         lambda r: r["entropy"].pop(),
         lambda r: r.update(entropy=[[1.0], [1.0]]),
+        lambda r: r["entropy"].__setitem__(1, None),
+        lambda r: r.update(shape=[2, 2**30], top_k=2**30),
         lambda r: r["logprobs"][0].__setitem__(0, float("nan")),
     ],
 )
