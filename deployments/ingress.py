@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from deployments.http_door import (
     route_answering_errors,
     trace_headers,
 )
+from deployments.openapi import description_of
 from deployments.router import Router
 from deployments.vllm_routes import vllm_routes
 from scoring import wire
@@ -223,12 +223,12 @@ def _own_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
     readiness = _Readiness(router)
     started = int(time.time())
 
-    @routes.post("/v1/matrix-reads", openapi_extra=_body("MatrixRead", "response_ids"))
+    @routes.post("/v1/matrix-reads", openapi_extra=description_of("matrix"))
     async def matrix_reads(request: Request) -> Response:
         """Log-probabilities of candidates at every response position."""
         return await _answer_reads("matrix", request, router(), limits)
 
-    @routes.post("/v1/label-reads", openapi_extra=_body("LabelRead", "label_ids"))
+    @routes.post("/v1/label-reads", openapi_extra=description_of("label"))
     async def label_reads(request: Request) -> Response:
         """Log-probabilities of label ids as the next token after a prompt."""
         return await _answer_reads("label", request, router(), limits)
@@ -292,7 +292,7 @@ async def _answer_reads(kind: wire.Kind, request: Request, router: Router, limit
         )
     encode, size = wire.encode_scores, scores.values.nbytes
     if answer_in == JSON:
-        encode, size = _json_bytes, 5 * size  # a float32 is some 20 characters
+        encode, size = wire.encode_json, 5 * size  # a float32 is some 20 characters
     content = await beside_the_loop(size, lambda: encode(_with_failed(kind, scores, failed)))
     return Response(content, media_type=answer_in)
 
@@ -318,13 +318,6 @@ def _with_failed(kind: wire.Kind, scores: Any, failed: dict[int, ScoringError]) 
     good = np.array([i for i in range(count) if i not in failed], dtype=np.int64)  # int64 [len(scores)]
     parts = [(np.array([i]), answer.failed(error, 1), np.array([0])) for i, error in failed.items()]
     return answer.assemble(count, [(good, scores, np.arange(len(scores))), *parts])
-
-
-def _json_bytes(scores: Any) -> bytes:
-    """The JSON answer, written read by read: one `dumps` of it all would hold every other thread up."""
-    document = wire.scores_to_json(scores)
-    results = ",".join(json.dumps(result, allow_nan=False) for result in document["results"])
-    return f'{{"results":[{results}],"schema_version":{document["schema_version"]}}}'.encode()
 
 
 def _request_form(request: Request) -> str:
@@ -433,17 +426,3 @@ def _model(name: str, info: Mapping[str, Any], created: int) -> dict[str, Any]:
         "max_model_len": info["max_length"],
         "permission": [permission],
     }
-
-
-def _body(read: str, second: str) -> dict[str, Any]:
-    """What /docs says of a request: its required fields. The full list is the docstring of the read's class."""
-    ids = {"type": "array", "items": {"type": "integer"}}
-    fields = {"type": "object", "required": ["prompt_ids", second], "properties": {"prompt_ids": ids, second: ids}}
-    options = {
-        "timeout_s": {"type": "number", "default": wire.DEFAULT_TIMEOUT_S, "maximum": wire.MAX_TIMEOUT_S},
-        "return_exceptions": {"type": "boolean", "default": False},
-    }
-    reads = {"type": "array", "items": {**fields, "title": read}}
-    schema = {"type": "object", "required": ["reads"], "properties": {"reads": reads, **options}}
-    binary = {"type": "string", "format": "binary"}
-    return {"requestBody": {"content": {JSON: {"schema": schema}, wire.SAFETENSORS: {"schema": binary}}}}

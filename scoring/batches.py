@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scoring.columns import widths_of
 from scoring.errors import InvalidRead
 from scoring.ids import candidate_matrix, id_vector
 from scoring.reads import EXTRAS, LabelRead, MatrixRead
@@ -219,7 +220,7 @@ class MatrixBatch(_Ragged):
         if (runs > 1).any():
             raise InvalidRead("has a gap: the real tokens of each row must be one run", field="attention_mask")
         packed = input_ids[mask]
-        cu_seqlens = np.concatenate([[0], np.cumsum(mask.sum(axis=1))])
+        cu_seqlens = bounds_of(mask.sum(axis=1))
         if candidate_ids is not None:
             candidate_ids = _array(candidate_ids)
             response_lens = np.diff(cu_seqlens) - prompt_lens
@@ -275,7 +276,7 @@ class MatrixBatch(_Ragged):
                 field=f"prompt_lens[{i}]",
             )
         candidates = None if candidate_ids is None else candidate_matrix(candidate_ids, "candidate_ids")
-        starts = np.concatenate([[0], np.cumsum(response_lens)])
+        starts = bounds_of(response_lens)
         if candidates is not None and (candidates.ndim != 2 or len(candidates) != starts[-1]):
             raise InvalidRead(
                 f"has shape {list(candidates.shape)}; allowed is [{starts[-1]}, K], one row per response token",
@@ -336,6 +337,22 @@ class MatrixBatch(_Ragged):
         """int64 [N]: rows that each read asks for."""
         return np.where(self.modes & ROWS, np.diff(self.row_offsets), self.tokens() - self.prompt_lens)
 
+    def answered_rows(self) -> np.ndarray:
+        """int64, flat: the rows that each read asks for, read by read."""
+        counts = self.row_counts()
+        begins = bounds_of(counts)[:-1]
+        rows = np.arange(counts.sum(), dtype=np.int64) - np.repeat(begins, counts)
+        rows[np.repeat((self.modes & ROWS) > 0, counts)] = self.rows
+        return rows
+
+    def extras(self) -> np.ndarray:
+        """int32 [N]: the extras of each read, in the bits of `scoring.columns`."""
+        return ((self.modes & (TAIL | ENTROPY)) // TAIL).astype(np.int32)  # the same two bits, beginning at 1
+
+    def answer_widths(self) -> np.ndarray:
+        """int64 [N]: numbers in each row of each read's answer."""
+        return widths_of(self.widths, np.maximum(self.top_k, 0), self.extras())
+
     def request_bytes(self) -> np.ndarray:
         """int64 [N]: what each read adds to the size of a batch."""
         ids = self.tokens() + np.diff(self.candidate_offsets)
@@ -343,7 +360,7 @@ class MatrixBatch(_Ragged):
 
     def answer_bytes(self) -> np.ndarray:
         """int64 [N]: size of each read's scores."""
-        return 4 * self.row_counts() * (1 + self.widths)
+        return 4 * self.row_counts() * self.answer_widths()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -457,7 +474,12 @@ def end_to_end(pieces: Sequence[np.ndarray], dtype: Any, per_read: int = 1) -> t
     """
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64).reshape(-1, per_read).sum(axis=1)
     flat = np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.zeros(0, dtype)
-    return flat, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return flat, bounds_of(lengths)
+
+
+def bounds_of(lengths: Any) -> np.ndarray:
+    """int64 [N + 1]: where each of N pieces laid end to end begins, with the end."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def cut_by_tokens(tokens: np.ndarray, size: int) -> list[np.ndarray]:

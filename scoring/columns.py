@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+TAIL, ENTROPY = 1, 2
+"""Bits of an answer's `extras`."""
+
 LARGEST_ID = 1 << 24
 """Ids up to here are exact in float32."""
 
@@ -26,6 +31,16 @@ class Columns:
     top_k: int = 0
     tail: bool = False
     entropy: bool = False
+
+    @classmethod
+    def of(cls, candidates: int, top_k: int, extras: int) -> Columns:
+        """The columns by the three numbers that an answer carries of each read; `extras` has the bits above."""
+        return cls(candidates, top_k, bool(extras & TAIL), bool(extras & ENTROPY))
+
+    @property
+    def extras(self) -> int:
+        """Tail and entropy in the bits above."""
+        return TAIL * self.tail | ENTROPY * self.entropy
 
     @property
     def width(self) -> int:
@@ -61,6 +76,33 @@ class Columns:
     def top_logprobs_at(self) -> slice:
         return slice(self._top_at + self.top_k, self._top_at + 2 * self.top_k)
 
+    def apart(self, block: np.ndarray) -> dict[str, np.ndarray | None]:
+        """float32 [..., width] by the names of a `MatrixScore`: views, except the ids; None what is not asked for."""
+        return {
+            "logprobs": block[..., self.candidates_at],
+            "response_logprobs": block[..., self.response_at],
+            "top_ids": block[..., self.top_ids_at].astype(np.int32) if self.top_k else None,
+            "top_logprobs": block[..., self.top_logprobs_at] if self.top_k else None,
+            "tail_logprob": block[..., self.tail_at] if self.tail else None,
+            "entropy": block[..., self.entropy_at] if self.entropy else None,
+        }
+
+    def name_of(self, column: int) -> str:
+        """What stands in a column of a row, for errors."""
+        if column == self.response_at:
+            return "response_logprobs"
+        if column <= self.candidates:
+            return f"col {column - 1}"
+        if column in (self.tail_at, self.entropy_at):
+            return "tail_logprob" if column == self.tail_at else "entropy"
+        top, place = divmod(column - self._top_at, self.top_k)
+        return f"{('top_ids', 'top_logprobs')[top]} col {place}"
+
     @property
     def _top_at(self) -> int:
         return 1 + self.candidates + self.tail + self.entropy
+
+
+def widths_of(candidates: np.ndarray, top_k: np.ndarray, extras: np.ndarray) -> np.ndarray:
+    """int64 [N]: `Columns.of(...).width` of N reads."""
+    return 1 + candidates + 2 * top_k.astype(np.int64) + (extras & TAIL > 0) + (extras & ENTROPY > 0)

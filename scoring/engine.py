@@ -158,6 +158,7 @@ class TeacherEngine:
             tokenizer_size=_tokenizer_size(settings.model),
             max_length=config.model_config.max_model_len,
             max_candidates=settings.max_candidates,
+            scores=settings.scores,
         )
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._head_dtype = str(config.model_config.head_dtype).removeprefix("torch.")  # hf_overrides may name it too
@@ -211,6 +212,8 @@ class TeacherEngine:
             rows=rows,
             row_offsets=row_offsets,
             widths=np.array([a.values.shape[-1] - 1 for a in answers], dtype=np.int64),
+            top_k=np.zeros(len(answers), np.int32),
+            extras=np.zeros(len(answers), np.int32),
             **self._columns(batch, answers, adapters or {}),
         )
 

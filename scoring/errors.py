@@ -84,10 +84,6 @@ class InvalidAdapter(ScoringError, ValueError):
     status = 422
 
 
-class NotYetSupported(InvalidRead):
-    """The field exists, but this version does not answer it."""
-
-
 class VersionMismatch(ScoringError):
     """The read expects a weight version that the teacher does not have."""
 
@@ -136,7 +132,6 @@ _BY_NAME = {
         BatchTooLarge,
         UnknownTeacher,
         InvalidAdapter,
-        NotYetSupported,
         VersionMismatch,
         Overloaded,
         TeacherUnavailable,

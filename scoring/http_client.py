@@ -418,7 +418,7 @@ def _read(
         scores = wire.decode_scores(kind, response.content)
     else:
         scores = wire.scores_from_json(kind, wire.loads(response.content, WrongEngineAnswer))
-    _check_answer(batch, scores)
+    wire.check_answer(batch, scores)
     return scores if options.return_exceptions else scores.raise_first()
 
 
@@ -496,24 +496,3 @@ def _error_of(response: httpx.Response) -> ScoringError:
     except (TypeError, ValueError):  # none given, or a date
         error.details.pop("retry_after_s", None)
     return error
-
-
-def _check_answer(batch: MatrixBatch | LabelBatch, scores: MatrixScores | LabelScores) -> None:
-    """Raise `WrongEngineAnswer` unless `scores` has what `batch` asked for: reads, rows, K or labels, teacher."""
-    if len(scores) != len(batch):
-        raise WrongEngineAnswer(f"{len(scores)} reads were answered; {len(batch)} were asked")
-    for i, score in enumerate(scores):
-        if isinstance(score, ScoringError):
-            continue
-        read = batch[i]
-        if isinstance(read, MatrixRead):
-            rows = np.arange(len(read.response_ids)) if read.rows is None else read.rows  # int64 [n]
-            due = (read.row_count, read.width)
-            if not np.array_equal(score.rows, rows):
-                raise WrongEngineAnswer("was answered for other rows than asked", read=i)
-        else:
-            due = read.label_ids.shape
-        if score.logprobs.shape != due:
-            raise WrongEngineAnswer(f"was answered with {list(score.logprobs.shape)}; {list(due)} is due", read=i)
-        if read.teacher not in (None, score.meta.teacher):
-            raise WrongEngineAnswer(f"was answered by teacher {score.meta.teacher!r}, not {read.teacher!r}", read=i)

@@ -5,6 +5,7 @@ Only the type is judged here. Whether an id lies in a teacher's vocabulary is fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +48,9 @@ def candidate_matrix(value: Any, field: str, rows: int | None = None) -> np.ndar
     """
     if isinstance(value, list | tuple) and any(_is_row(row) for row in value):
         _check_rows(len(value), rows, field)  # before anything is padded
-        array = _stack_rows([id_vector(row, f"{field}[{r}]") for r, row in enumerate(value)], field)
+        array = _stack_lists(value, field)
+        if array is None:
+            array = _stack_rows([id_vector(row, f"{field}[{r}]") for r, row in enumerate(value)], field)
     else:
         array = _as_array(value, field)
     if array.ndim not in (1, 2):
@@ -94,7 +97,7 @@ def row_indices(value: Any, response_length: int, field: str = "rows") -> np.nda
                 field=field,
             )
         return np.arange(start, stop, step, dtype=np.int64)
-    if isinstance(value, list | tuple) and value and all(isinstance(x, bool | np.bool_) for x in value):
+    if isinstance(value, list | tuple) and value and set(map(type, value)) <= {bool, np.bool_}:
         value = np.array(value, dtype=bool)
     array = _as_array(value, field, allow_bool=True)
     if array.ndim != 1:
@@ -182,18 +185,38 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, list | tuple | range | np.ndarray) or hasattr(value, "detach")
 
 
+def _stack_lists(rows: list | tuple, field: str) -> np.ndarray | None:
+    """What `_stack_rows` makes of rows that are lists of Python's integers, as they come in JSON, without a loop over
+    them; None where they are anything else, or do not fit an int32."""
+    if not set(map(type, rows)) <= {list} or not set(map(type, itertools.chain.from_iterable(rows))) <= {int}:
+        return None
+    try:
+        ids = np.array(list(itertools.chain.from_iterable(rows)), dtype=np.int32)
+    except OverflowError:
+        return None
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    stacked = _padded(lengths, field)
+    stacked[np.arange(stacked.shape[1]) < lengths[:, None]] = ids
+    return stacked
+
+
 def _stack_rows(rows: list[np.ndarray], field: str) -> np.ndarray:
-    width, given = max(len(row) for row in rows), sum(len(row) for row in rows)
-    if len(rows) * width > max(_FREELY_PADDED, _MOST_PADDING * given):
-        raise InvalidRead(
-            f"has {len(rows)} rows and one of {width} ids, but {given} ids in all; rows this uneven are not padded: "
-            "give an array [R, K] that is",
-            field=field,
-        )
-    stacked = np.full((len(rows), width), PAD, dtype=np.int32)
+    stacked = _padded(np.array([len(row) for row in rows]), field)
     for r, row in enumerate(rows):
         stacked[r, : len(row)] = row
     return stacked
+
+
+def _padded(lengths: np.ndarray, field: str) -> np.ndarray:
+    """int32 [R, longest], of pads."""
+    width, given = int(lengths.max()), int(lengths.sum())
+    if len(lengths) * width > max(_FREELY_PADDED, _MOST_PADDING * given):
+        raise InvalidRead(
+            f"has {len(lengths)} rows and one of {width} ids, but {given} ids in all; rows this uneven are not padded: "
+            "give an array [R, K] that is",
+            field=field,
+        )
+    return np.full((len(lengths), width), PAD, dtype=np.int32)
 
 
 def _shape(array: np.ndarray) -> str:

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from scoring.batches import LabelBatch, MatrixBatch
-from scoring.errors import BatchTooLarge, InvalidRead, NotYetSupported
+from scoring.batches import LabelBatch, MatrixBatch, bounds_of
+from scoring.columns import LARGEST_ID
+from scoring.errors import BatchTooLarge, InvalidRead
 from scoring.reads import LabelRead, MatrixRead
 
 MAX_LABELS = 128
@@ -23,20 +24,18 @@ class TeacherLimits:
         tokenizer_size: number of ids the tokenizer knows, or None without one. Ids between it and `vocabulary`
             are legal (padding of the embedding), and are counted in the answer's meta.
         max_length: tokens of prompt + response + 1; the engine always makes one token (`max_model_len`).
-        max_candidates: largest K.
+        max_candidates: largest K, and largest `top_k`.
+        scores: "logprobs", or "logits", of which there is neither a tail nor an entropy.
     """
 
     vocabulary: int
     tokenizer_size: int | None
     max_length: int
     max_candidates: int
+    scores: str = "logprobs"
 
     def check_matrix(self, read: MatrixRead) -> None:
-        """Raise `InvalidRead` (or `NotYetSupported`) when this teacher cannot answer `read`."""
-        if read.top_k:
-            raise NotYetSupported("is asked for; this version answers candidates only", field="top_k")
-        if read.extras:
-            raise NotYetSupported("are asked for; this version answers candidates only", field="extras")
+        """Raise `InvalidRead` when this teacher cannot answer `read`."""
         self._check_ids(read.prompt_ids, "prompt_ids")
         self._check_ids(read.response_ids, "response_ids")
         self._check_length(len(read.prompt_ids), len(read.response_ids))
@@ -47,6 +46,13 @@ class TeacherLimits:
             )
         if read.candidate_ids is not None and read.unknown_candidates == "raise":
             self._check_ids(read.candidate_ids, "candidate_ids")
+        self._check_top_k(read.top_k)
+        if read.extras and self.scores != "logprobs":
+            raise InvalidRead(
+                f"asks for {' and '.join(read.extras)}; this teacher answers with {self.scores}, of which there is "
+                "none (its setting scores; logprobs has them)",
+                field="extras",
+            )
 
     def check_label(self, read: LabelRead) -> None:
         """Raise `InvalidRead` when this teacher cannot answer `read`."""
@@ -77,6 +83,21 @@ class TeacherLimits:
         hint = ' (unknown_candidates="-inf" scores such candidates as -inf)' if lowest else ""
         raise InvalidRead(f"is {int(ids[at])}; {allowed}{hint}", field=f"{field}[{']['.join(map(str, at))}]")
 
+    def _check_top_k(self, top_k: int) -> None:
+        if top_k > self.max_candidates:
+            raise InvalidRead(
+                f"is {top_k}; this teacher takes at most {self.max_candidates} (its setting max_candidates)",
+                field="top_k",
+            )
+        if top_k > self.vocabulary:
+            raise InvalidRead(f"is {top_k}; this teacher's vocabulary has {self.vocabulary} ids", field="top_k")
+        if top_k and self.vocabulary > LARGEST_ID:
+            raise InvalidRead(
+                f"is {top_k}; this teacher's vocabulary has {self.vocabulary} ids, and an answer's float32 holds ids "
+                f"exactly up to {LARGEST_ID} only: 0 is allowed here",
+                field="top_k",
+            )
+
     def _check_length(self, prompt: int, response: int) -> None:
         if prompt + response + 1 > self.max_length:
             what = f"{prompt} prompt + {response} response tokens" if response else f"{prompt} prompt tokens"
@@ -95,7 +116,8 @@ class BatchLimits:
         max_batch_reads: reads.
         max_batch_tokens: tokens of prompts and responses together.
         max_request_bytes: of the ids, at 4 bytes each; over HTTP also of the body, in whatever form it comes.
-        max_answer_bytes: of float32 scores: 4 x rows x (1 + K), summed over the reads.
+        max_answer_bytes: of float32 scores, summed over the reads: 4 x rows x (1 + K + 2 x top_k + one of each of
+            the extras).
     """
 
     max_batch_reads: int
@@ -124,7 +146,7 @@ class BatchLimits:
     def cut(self, batch: MatrixBatch | LabelBatch) -> list[np.ndarray]:
         """The reads of a batch (int64, rising) in pieces that each hold as many as one call may; a read that is too
         big by itself is a piece of its own."""
-        ends = {name: np.concatenate([[0], np.cumsum(sizes)]) for name, sizes in _sizes(batch).items()}
+        ends = {name: bounds_of(sizes) for name, sizes in _sizes(batch).items()}
         pieces, start = [], 0
         while start < len(batch):
             fits = (np.searchsorted(end, end[start] + getattr(self, name), "right") - 1 for name, end in ends.items())

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from scoring.columns import Columns
 from scoring.errors import InvalidRead
 from scoring.ids import candidate_matrix, id_vector, row_indices
 
@@ -34,8 +35,10 @@ class MatrixRead:
             row.
         rows: which response positions are answered: a slice, integers or a boolean mask [R]. The answer keeps
             the order given. None means all.
-        top_k: how many of the teacher's own best ids to return beside the candidates.
-        extras: any of "tail" and "entropy".
+        top_k: how many of the teacher's own likeliest tokens to return beside the candidates, with their
+            log-probabilities.
+        extras: any of "tail" (the logarithm of the probability outside the candidates) and "entropy" (of the
+            teacher's whole distribution, in nats).
         teacher: name of the teacher; None is the application's default.
         priority: smaller is served first.
         expect_version: the weight version the read was made for; another one raises `VersionMismatch`.
@@ -80,6 +83,11 @@ class MatrixRead:
     def width(self) -> int:
         """K: candidates per row."""
         return 0 if self.candidate_ids is None else self.candidate_ids.shape[-1]
+
+    @property
+    def columns(self) -> Columns:
+        """What a row of the answer holds."""
+        return Columns(self.width, self.top_k, "tail" in self.extras, "entropy" in self.extras)
 
     @property
     def row_count(self) -> int:

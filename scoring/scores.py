@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from scoring.batches import SCHEMA_VERSION, end_to_end
+from scoring.batches import SCHEMA_VERSION, bounds_of, end_to_end
+from scoring.columns import Columns
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer
 
 NO_TOKEN = -1
@@ -51,7 +52,7 @@ class ReadMeta:
     schema_version: int = SCHEMA_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +64,22 @@ class MatrixScore:
         response_logprobs: float32 [n], of the response's own tokens.
         rows: int64 [n], the response positions answered, in the order asked.
         meta: where the numbers come from.
-        top_ids, top_logprobs, tail_logprob, entropy: None unless asked for.
+        top_ids: int32 [n, top_k], the teacher's own likeliest tokens, the likeliest first.
+        top_logprobs: float32 [n, top_k], theirs.
+        tail_logprob: float32 [n], the logarithm of the probability that lies outside the candidates.
+        entropy: float32 [n], of the teacher's whole distribution, in nats.
+
+    The last four are None unless asked for.
     """
 
     logprobs: np.ndarray
     response_logprobs: np.ndarray
     rows: np.ndarray
     meta: ReadMeta
-    top_ids: np.ndarray | None = None  # int32 [n, top_k]
-    top_logprobs: np.ndarray | None = None  # float32 [n, top_k]
-    tail_logprob: np.ndarray | None = None  # float32 [n]
-    entropy: np.ndarray | None = None  # float32 [n]
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    tail_logprob: np.ndarray | None = None
+    entropy: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +90,20 @@ class LabelScore:
     meta: ReadMeta
 
 
+META_COLUMNS = dict.fromkeys(("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token"), np.int32)
+"""The columns of both answers that a read's `ReadMeta` is completed from, and their dtypes."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """What both answers share: a column per read, the metas they point into, and the errors of failed reads."""
+    """What both answers share: a column per read, the metas they point into, and the errors of failed reads.
+
+    `per_read` names the columns with one entry per read, beside `meta_index`, and their dtypes; `flat` the arrays that
+    pieces of reads lie in end to end, their dtypes, and the offsets that tell the pieces apart.
+    """
+
+    per_read: ClassVar[dict[str, Any]] = META_COLUMNS
+    flat: ClassVar[dict[str, tuple[Any, str]]] = {"values": (np.float32, "offsets")}
 
     values: np.ndarray  # float32, flat
     offsets: np.ndarray  # int64 [N + 1] into values; a failed read has none
@@ -121,13 +138,8 @@ class _Scores:
         i = int(i) % len(self)
         if i in self.errors:
             return self.errors[i]
-        meta = replace(
-            self.metas[self.meta_index[i]],
-            prompt_tokens=int(self.prompt_tokens[i]),
-            cached_tokens=int(self.cached_tokens[i]),
-            ids_beyond_tokenizer=int(self.ids_beyond_tokenizer[i]),
-            next_token=int(self.next_token[i]),
-        )
+        columns = {name: int(getattr(self, name)[i]) for name in META_COLUMNS}
+        meta = replace(self.metas[self.meta_index[i]], **columns)
         return self._score(i, self.values[self.offsets[i] : self.offsets[i + 1]], meta)
 
     def raise_first(self):
@@ -144,21 +156,21 @@ class _Scores:
         """
         if sum(sizes) != len(self) or min(sizes, default=0) < 0:
             raise ValueError(f"sizes add up to {sum(sizes)}; there are {len(self)} reads")
-        bounds = np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))]).astype(np.int64)
         return [
-            self.assemble(int(b - a), [(np.arange(b - a), self, np.arange(a, b))])
-            for a, b in itertools.pairwise(bounds)
+            self.assemble(b - a, [(np.arange(b - a), self, np.arange(a, b))])
+            for a, b in itertools.pairwise(bounds_of(sizes).tolist())
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numpy and builtins, readable without this package: what the named actor answers with.
 
-        Per answer field a list with one entry per read (None where the read failed), and `errors` by read index.
+        Per answer field a list with one entry per read (None where the read failed, or did not ask for it), and
+        `errors` by read index.
         """
         names = [name for name in self._answer if name != "meta"]
         scores = [None if i in self.errors else self[i] for i in range(len(self))]
         return {
-            **{n: [s and np.ascontiguousarray(getattr(s, n)) for s in scores] for n in names},
+            **{n: [s and _contiguous(getattr(s, n)) for s in scores] for n in names},
             "meta": [s and s.meta.to_dict() for s in scores],
             "errors": {i: e.to_dict() for i, e in self.errors.items()},
             "schema_version": SCHEMA_VERSION,
@@ -175,89 +187,85 @@ class _Scores:
         Raises:
             WrongEngineAnswer: a read is answered twice, or not at all.
         """
-        origin: list[tuple[_Scores, int] | None] = [None] * count
+        times = np.zeros(count, np.int64)
+        for target, _, _ in parts:
+            np.add.at(times, target, 1)
+        if (times > 1).any():
+            raise WrongEngineAnswer("was answered twice", read=int(np.flatnonzero(times > 1)[0]))
+        if (times < 1).any():
+            missing = np.flatnonzero(times < 1)
+            raise WrongEngineAnswer(f"{len(missing)} of {count} reads have no answer", read=int(missing[0]))
+        arrays: dict[str, np.ndarray] = {name: np.empty(count, dtype) for name, dtype in cls.per_read.items()}
+        for name, column in arrays.items():
+            for target, scores, source in parts:
+                column[target] = getattr(scores, name)[source]
+        for name, (dtype, offsets) in cls.flat.items():
+            pieces: list[np.ndarray | None] = [None] * count
+            for target, scores, source in parts:
+                flat, bounds = getattr(scores, name), getattr(scores, offsets)
+                begins, ends = bounds[source].tolist(), bounds[source + 1].tolist()
+                for t, begin, end in zip(target.tolist(), begins, ends, strict=True):
+                    pieces[t] = flat[begin:end]
+            arrays[name], arrays[offsets] = end_to_end(pieces, dtype)
         metas: dict[ReadMeta, int] = {}
+        meta_index, errors = np.empty(count, np.int32), {}
         for target, scores, source in parts:
-            for t, s in zip(target.tolist(), source.tolist(), strict=True):
-                if origin[t] is not None:
-                    raise WrongEngineAnswer("was answered twice", read=t)
-                origin[t] = (scores, s)
-            for meta in scores.metas:
-                metas.setdefault(meta, len(metas))
-        missing = [t for t, o in enumerate(origin) if o is None]
-        if missing:
-            raise WrongEngineAnswer(f"{len(missing)} of {count} reads have no answer", read=missing[0])
-        columns: dict[str, Any] = {
-            name: np.array([getattr(s, name)[i] for s, i in origin], dtype=dtype)
-            for name, dtype in cls._columns.items()
-        }
-        values, offsets = end_to_end([s.values[s.offsets[i] : s.offsets[i + 1]] for s, i in origin], np.float32)
-        rows = cls._gather_rows(origin)
-        return cls(
-            values=values,
-            offsets=offsets,
-            meta_index=np.array(
-                [-1 if i in s.errors else metas[s.metas[s.meta_index[i]]] for s, i in origin], dtype=np.int32
-            ),
-            metas=tuple(metas),
-            errors={t: s.errors[i].at(t) for t, (s, i) in enumerate(origin) if i in s.errors},
-            **columns,
-            **rows,
-        )
+            # Where each of the part's metas lies in the whole; a failed read's -1 finds the -1 at the end.
+            places = np.array([*(metas.setdefault(meta, len(metas)) for meta in scores.metas), -1], np.int32)
+            meta_index[target] = places[scores.meta_index[source]]
+            if scores.errors:
+                at = zip(target.tolist(), source.tolist(), strict=True)
+                errors |= {t: scores.errors[s].at(t) for t, s in at if s in scores.errors}
+        return cls(meta_index=meta_index, metas=tuple(metas), errors=errors, **arrays)
 
     @classmethod
     def failed(cls, error: ScoringError, count: int):
         """The answer to `count` reads that all failed with `error`."""
-        zeros = {name: np.zeros(count, dtype) for name, dtype in cls._columns.items()}
-        offsets = {f.name: np.zeros(count + 1, np.int64) for f in fields(cls) if f.name.endswith("offsets")}
-        flat = {"values": np.zeros(0, np.float32)}
-        if "rows" in {f.name for f in fields(cls)}:
-            flat["rows"] = np.zeros(0, np.int64)
+        arrays = {name: np.zeros(count, dtype) for name, dtype in cls.per_read.items()}
+        for name, (dtype, offsets) in cls.flat.items():
+            arrays[name], arrays[offsets] = np.zeros(0, dtype), np.zeros(count + 1, np.int64)
         return cls(
-            **flat,
-            **offsets,
-            **zeros,
+            **arrays,
             meta_index=np.full(count, -1, np.int32),
             metas=(),
             errors={i: error.at(i) for i in range(count)},
         )
 
 
-PER_READ = dict.fromkeys(("prompt_tokens", "cached_tokens", "ids_beyond_tokenizer", "next_token"), np.int32)
-"""The columns of both answers that a read's `ReadMeta` is completed from, and their dtypes."""
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class MatrixScores(_Scores):
     """The answers to a `MatrixBatch`.
 
-    Read i's piece of `values` is its [n, 1 + K] block, row by row: the response's own token first, then the
-    candidates.
+    Read i's piece of `values` is its block [n, columns(i).width], row by row: see `scoring.columns`.
     """
 
     widths: np.ndarray  # int64 [N]: K
+    top_k: np.ndarray  # int32 [N]
+    extras: np.ndarray  # int32 [N]: the bits TAIL and ENTROPY
     rows: np.ndarray  # int64, flat: the rows answered
     row_offsets: np.ndarray  # int64 [N + 1] into rows
 
-    _columns = {**PER_READ, "widths": np.int64}  # noqa: RUF012
-    _answer = ("logprobs", "response_logprobs", "rows", "meta")
+    per_read = META_COLUMNS | {"widths": np.int64, "top_k": np.int32, "extras": np.int32}
+    flat = _Scores.flat | {"rows": (np.int64, "row_offsets")}
+    _answer = tuple(f.name for f in fields(MatrixScore))
+
+    def columns(self, i: int) -> Columns:
+        """What each row of read i's block holds."""
+        return Columns.of(int(self.widths[i]), int(self.top_k[i]), int(self.extras[i]))
 
     def _score(self, i: int, piece: np.ndarray, meta: ReadMeta) -> MatrixScore:
         rows = self.rows[self.row_offsets[i] : self.row_offsets[i + 1]]
-        block = piece.reshape(len(rows), 1 + int(self.widths[i]))
-        return MatrixScore(logprobs=block[:, 1:], response_logprobs=block[:, 0], rows=rows, meta=meta)
-
-    @classmethod
-    def _gather_rows(cls, origin: list[tuple[MatrixScores, int]]) -> dict[str, np.ndarray]:
-        rows, row_offsets = end_to_end([s.rows[s.row_offsets[i] : s.row_offsets[i + 1]] for s, i in origin], np.int64)
-        return {"rows": rows, "row_offsets": row_offsets}
+        columns = self.columns(i)
+        return MatrixScore(**columns.apart(piece.reshape(len(rows), columns.width)), rows=rows, meta=meta)
 
     def to_padded(self, width: int, fill: float) -> PaddedScores:
-        """The answers as rectangular arrays of `width` rows, rows beyond a read's own filled with `fill`.
+        """The answers as rectangular arrays of `width` rows, rows beyond a read's own filled with `fill` (of `top_ids`
+        with -1).
 
         Raises:
             ScoringError: a read failed.
-            InvalidRead: a read has more rows than `width` (nothing is ever cut off), or the reads' K differ.
+            InvalidRead: a read has more rows than `width` (nothing is ever cut off), or the reads differ in K, `top_k`
+                or `extras`.
         """
         self.raise_first()
         counts = np.diff(self.row_offsets)
@@ -265,53 +273,63 @@ class MatrixScores(_Scores):
             raise InvalidRead(
                 f"has {int(counts.max())} rows; they do not fit a width of {width}", read=int(counts.argmax())
             )
-        columns = np.unique(self.widths)
-        if len(columns) > 1:
-            raise InvalidRead(f"reads have K of {columns.tolist()}; one rectangle needs the same K in all")
-        k = int(columns[0]) if len(columns) else 0
-        padded = np.full((len(self), width, 1 + k), fill, dtype=np.float32)
+        for name, what in (("widths", "K"), ("top_k", "top_k"), ("extras", "extras")):
+            if len(different := np.unique(getattr(self, name))) > 1:
+                raise InvalidRead(
+                    f"reads have {what} of {different.tolist()}; one rectangle needs the same {what} in all"
+                )
+        columns = self.columns(0) if len(self) else Columns(0)
         mask = np.arange(width) < counts[:, None]
-        padded[mask] = self.values.reshape(-1, 1 + k)
-        return PaddedScores(logprobs=padded[..., 1:], response_logprobs=padded[..., 0], mask=mask)
+        rectangles = {
+            name: part if part is None else _spread(part, mask, NO_TOKEN if name == "top_ids" else fill)
+            for name, part in columns.apart(self.values.reshape(-1, columns.width)).items()
+        }
+        return PaddedScores(**rectangles, mask=mask)
 
     def torch(self) -> list[dict[str, Any]]:
-        """Per read a dict of tensors: `logprobs` [n, K], `response_logprobs` [n], `rows` [n].
+        """Per read a dict of tensors: `logprobs` [n, K], `response_logprobs` [n], `rows` [n], and what was asked for of
+        `top_ids`, `top_logprobs` [n, top_k], `tail_logprob` and `entropy` [n].
 
         Raises:
             ScoringError: a read failed.
         """
-        return _tensors(self.raise_first(), ("logprobs", "response_logprobs", "rows"))
+        return [_tensors(score) for score in self.raise_first()]
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedScores:
     """Rectangular answers of N reads: `logprobs` float32 [N, width, K], `response_logprobs` float32 [N, width],
-    `mask` bool [N, width], True where a row was scored."""
+    `mask` bool [N, width], True where a row was scored; `top_ids` int32 and `top_logprobs` float32 [N, width, top_k],
+    `tail_logprob` and `entropy` float32 [N, width], None unless asked for."""
 
     logprobs: np.ndarray
     response_logprobs: np.ndarray
     mask: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    tail_logprob: np.ndarray | None = None
+    entropy: np.ndarray | None = None
 
     def torch(self) -> dict[str, Any]:
-        """The same three as tensors, by name."""
-        import torch
+        """The same as tensors, by name, without those that are None."""
+        return _tensors(self)
 
-        return {f.name: torch.from_numpy(np.ascontiguousarray(getattr(self, f.name))) for f in fields(self)}
+
+def _spread(rows: np.ndarray, mask: np.ndarray, fill: float) -> np.ndarray:
+    """[N, width, ...]: `rows` [sum n, ...] where `mask` [N, width] is True, `fill` elsewhere."""
+    spread = np.full((*mask.shape, *rows.shape[1:]), fill, dtype=rows.dtype)
+    spread[mask] = rows
+    return spread
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabelScores(_Scores):
     """The answers to a `LabelBatch`: read i's piece of `values` is float32 [L], in its labels' order."""
 
-    _columns = PER_READ
     _answer = ("logprobs", "meta")
 
     def _score(self, i: int, piece: np.ndarray, meta: ReadMeta) -> LabelScore:
         return LabelScore(logprobs=piece, meta=meta)
-
-    @classmethod
-    def _gather_rows(cls, origin: list) -> dict[str, np.ndarray]:
-        return {}
 
     def torch(self) -> list[dict[str, Any]]:
         """Per read a dict of tensors: `logprobs` [L].
@@ -319,7 +337,7 @@ class LabelScores(_Scores):
         Raises:
             ScoringError: a read failed.
         """
-        return _tensors(self.raise_first(), ("logprobs",))
+        return [_tensors(score) for score in self.raise_first()]
 
 
 def one_by_one(
@@ -339,7 +357,13 @@ def one_by_one(
         yield read, score
 
 
-def _tensors(scores: _Scores, names: Sequence[str]) -> list[dict[str, Any]]:
+def _contiguous(array: np.ndarray | None) -> np.ndarray | None:
+    return array if array is None else np.ascontiguousarray(array)
+
+
+def _tensors(answer: Any) -> dict[str, Any]:
+    """The arrays of an answer as tensors of their own, by name."""
     import torch
 
-    return [{name: torch.from_numpy(np.array(getattr(score, name))) for name in names} for score in scores]
+    arrays = {f.name: getattr(answer, f.name) for f in fields(answer)}
+    return {name: torch.from_numpy(np.array(a)) for name, a in arrays.items() if isinstance(a, np.ndarray)}

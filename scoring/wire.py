@@ -10,8 +10,8 @@ What is wrong with a request raises `InvalidRead`; what is wrong with an answer 
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from reprlib import repr as short
@@ -21,10 +21,11 @@ import numpy as np
 from safetensors.numpy import save
 
 from scoring.batches import OMITTED, ROWS, SCHEMA_VERSION, UNKNOWN_TO_MINUS_INF, LabelBatch, MatrixBatch, end_to_end
+from scoring.columns import ENTROPY, LARGEST_ID, TAIL, Columns, widths_of
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer, from_dict
 from scoring.ids import PAD
 from scoring.reads import LabelRead, MatrixRead, read_from_fields
-from scoring.scores import NO_TOKEN, PER_READ, LabelScores, MatrixScores, ReadMeta
+from scoring.scores import META_COLUMNS, NO_TOKEN, LabelScores, MatrixScore, MatrixScores, ReadMeta
 
 SAFETENSORS = "application/vnd.safetensors"
 """Media type of the binary form."""
@@ -38,9 +39,9 @@ MAX_BATCH_HEADER = 1 << 20
 MAX_SCORES_HEADER = 64 << 20
 
 Kind = Literal["matrix", "label"]
+READ = {"matrix": MatrixRead, "label": LabelRead}
 BATCH = {"matrix": MatrixBatch, "label": LabelBatch}
 SCORES = {"matrix": MatrixScores, "label": LabelScores}
-_READ = {"matrix": MatrixRead, "label": LabelRead}
 _OPTIONS = ("timeout_s", "return_exceptions")
 
 
@@ -109,9 +110,9 @@ def encode_scores(scores: MatrixScores | LabelScores) -> bytes:
     """The safetensors form of an answer.
 
     Raises:
-        WrongEngineAnswer: a score is NaN or +inf.
+        WrongEngineAnswer: a score is NaN or +inf, or the arrays do not fit one another.
     """
-    refuse_not_a_score(scores)
+    _check_scores(scores)
     return _save(
         scores,
         f"{kind_of(scores)}-scores",
@@ -136,7 +137,9 @@ def decode_scores(kind: Kind, data: bytes) -> MatrixScores | LabelScores:
         by_read = {int(i): error_from_json(error) for i, error in errors.items()}
     except ValueError:
         raise WrongEngineAnswer("errors are named by the index of their read", field="errors") from None
-    scores = SCORES[kind](**tensors, metas=tuple(_meta(m) for m in metas), errors=by_read)
+    for meta in metas:
+        _check_meta(meta)
+    scores = SCORES[kind](**tensors, metas=tuple(ReadMeta(**meta) for meta in metas), errors=by_read)
     _check_scores(scores)
     return scores
 
@@ -196,14 +199,23 @@ def scores_to_json(scores: MatrixScores | LabelScores) -> dict[str, Any]:
     """The JSON form of an answer: `{"results": [...], "schema_version"}`, one result a read, in order.
 
     A matrix result has `logprobs` (n lists of K), `response_logprobs` (n), `rows` (n), `shape` ([n, K], since n = 0
-    leaves no K to see) and `meta`; a label result `logprobs` (L) and `meta`. **A score of -inf is null**, which JSON
-    has instead. A failed read is `{"error": {...}}`.
+    leaves no K to see) and `meta`; what was asked of `top_k` (the number), `top_ids`, `top_logprobs` (n lists of top_k
+    each), `tail_logprob` and `entropy` (n); a label result `logprobs` (L) and `meta`. **A score of -inf is null**,
+    which JSON has instead. A failed read is `{"error": {...}}`.
 
     Raises:
-        WrongEngineAnswer: a score is NaN or +inf.
+        WrongEngineAnswer: a score is NaN or +inf, or the arrays do not fit one another.
     """
-    refuse_not_a_score(scores)
+    _check_scores(scores)
     return {"results": [_result(score) for score in scores], "schema_version": SCHEMA_VERSION}
+
+
+def encode_json(scores: MatrixScores | LabelScores) -> bytes:
+    """The bytes of `scores_to_json`, written read by read: nothing else ever holds all of the numbers as Python's own,
+    and no single call holds every other thread up."""
+    _check_scores(scores)
+    results = ",".join(json.dumps(_result(score), allow_nan=False) for score in scores)
+    return f'{{"results":[{results}],"schema_version":{SCHEMA_VERSION}}}'.encode()
 
 
 def scores_from_json(kind: Kind, body: Any) -> MatrixScores | LabelScores:
@@ -217,39 +229,37 @@ def scores_from_json(kind: Kind, body: Any) -> MatrixScores | LabelScores:
     _check_version(body["schema_version"], WrongEngineAnswer)
     if not isinstance(body["results"], list):
         raise WrongEngineAnswer("results is a list")
+    count = len(body["results"])
     pieces: list[np.ndarray] = []  # float32, flat
     rows: list[np.ndarray] = []  # int64
-    widths: list[int] = []
-    metas: list[ReadMeta] = []
+    columns = {name: np.zeros(count, dtype) for name, dtype in SCORES[kind].per_read.items()}
+    metas: dict[ReadMeta, int] = {}
+    meta_index = np.full(count, -1, np.int32)
     errors: dict[int, ScoringError] = {}
     for i, result in enumerate(body["results"]):
         if isinstance(result, dict) and set(result) == {"error"}:
             errors[i] = error_from_json(result["error"])
-            result = _NOTHING[kind]
-        elif not isinstance(result, dict) or set(result) != set(_NOTHING[kind]):
-            raise WrongEngineAnswer(f"a result has exactly {', '.join(_NOTHING[kind])}", read=i)
+            pieces.append(_NO_SCORES)
+            rows.append(_NO_ROWS)
+            continue
+        _check_result(kind, i, result)
         if kind == "matrix":
-            block, answered = _block(result, i)
-            rows.append(answered)
-            widths.append(block.shape[1] - 1)
+            block, answered, columns_of = _block(result, i)
             pieces.append(block.reshape(-1))
+            rows.append(answered)
+            columns["widths"][i], columns["top_k"][i] = columns_of.candidates, columns_of.top_k
+            columns["extras"][i] = columns_of.extras
         else:
             pieces.append(_floats(result["logprobs"], i))
-        if i not in errors:
-            metas.append(_meta(result["meta"]))
-    answered = np.array([i not in errors for i in range(len(pieces))], dtype=bool)
-    columns = {name: np.zeros(len(pieces), np.int32) for name in PER_READ}
-    for name, column in columns.items():
-        column[answered] = [getattr(meta, name) for meta in metas]
-    values, offsets = end_to_end(pieces, np.float32)
+        _check_meta(result["meta"])
+        for name in META_COLUMNS:
+            columns[name][i] = result["meta"][name]
+        shared = ReadMeta(**result["meta"] | _UNSAID)  # what other reads have in common with this one
+        meta_index[i] = metas.setdefault(shared, len(metas))
+    columns["values"], columns["offsets"] = end_to_end(pieces, np.float32)
     if kind == "matrix":
-        columns["widths"] = np.array(widths, dtype=np.int64)
         columns["rows"], columns["row_offsets"] = end_to_end(rows, np.int64)
-    meta_index = np.full(len(pieces), -1, np.int32)
-    meta_index[answered] = np.arange(len(metas))
-    scores = SCORES[kind](
-        values=values, offsets=offsets, meta_index=meta_index, metas=tuple(metas), errors=errors, **columns
-    )
+    scores = SCORES[kind](meta_index=meta_index, metas=tuple(metas), errors=errors, **columns)
     _check_scores(scores)
     return scores
 
@@ -273,24 +283,71 @@ def error_from_json(error: Any) -> ScoringError:
         raise WrongEngineAnswer(f"an error's details are an object of names, not {short(error)}") from None
 
 
+def check_answer(batch: MatrixBatch | LabelBatch, scores: MatrixScores | LabelScores) -> None:
+    """Raise `WrongEngineAnswer` unless `scores` has what `batch` asked for: reads, rows, columns, teacher."""
+    if len(scores) != len(batch):
+        raise WrongEngineAnswer(f"{len(scores)} reads were answered; {len(batch)} were asked")
+    answered = scores.meta_index >= 0  # bool [N]
+    if isinstance(batch, MatrixBatch):
+        counts = batch.row_counts()
+        due = {
+            "rows": (np.diff(scores.row_offsets), counts),
+            "K": (scores.widths, batch.widths),
+            "top_k": (scores.top_k, batch.top_k),
+            "extras": (scores.extras, batch.extras()),
+        }
+    else:
+        due = {"labels": (np.diff(scores.offsets), np.diff(batch.label_offsets))}
+    for name, (given, asked) in due.items():
+        if (wrong := answered & (given != asked)).any():
+            i = int(np.flatnonzero(wrong)[0])
+            raise WrongEngineAnswer(f"was answered with {name} {given[i]}; {asked[i]} is due", read=i)
+    if isinstance(batch, MatrixBatch):
+        rows = batch.answered_rows()[np.repeat(answered, counts)]
+        if (wrong := rows != scores.rows).any():
+            i = np.repeat(np.arange(len(batch)), np.where(answered, counts, 0))[wrong][0]
+            raise WrongEngineAnswer("was answered for other rows than asked", read=int(i))
+    # Teachers by number, -1 where none is named.
+    numbers = {name: place for place, name in enumerate(batch.teachers) if name is not None}
+    asked = np.array([numbers.get(name, -1) for name in batch.teachers], np.int64)[batch.teacher_index]
+    given = np.array([*(numbers.get(meta.teacher, -1) for meta in scores.metas), -1], np.int64)[scores.meta_index]
+    if (wrong := answered & (asked >= 0) & (given != asked)).any():
+        i = int(np.flatnonzero(wrong)[0])
+        who = scores.metas[scores.meta_index[i]].teacher
+        raise WrongEngineAnswer(
+            f"was answered by teacher {who!r}, not {batch.teachers[batch.teacher_index[i]]!r}", read=i
+        )
+
+
 def kind_of(value: MatrixBatch | LabelBatch | MatrixScores | LabelScores) -> Kind:
     return "matrix" if isinstance(value, MatrixBatch | MatrixScores) else "label"
 
 
-def refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
-    """Raise `WrongEngineAnswer` when a score is NaN or +inf, which no log-probability is."""
-    wrong = np.isnan(scores.values) | np.isposinf(scores.values)  # bool, flat
-    if not wrong.any():
-        return
-    at = int(np.flatnonzero(wrong)[0])
-    read = int(np.searchsorted(scores.offsets, at, side="right")) - 1
-    place = at - int(scores.offsets[read])
-    if isinstance(scores, MatrixScores):
-        row, column = divmod(place, 1 + int(scores.widths[read]))
-        where = f"row {row} " + (f"col {column - 1}" if column else "of response_logprobs")
-    else:
+def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
+    """Raise `WrongEngineAnswer` when a score is NaN or +inf, which none is, or a top id no id."""
+    if not scores.values.max(initial=-np.inf) < np.inf:  # of numbers with a NaN among them it is NaN
+        at = int(np.flatnonzero(~(scores.values < np.inf))[0])
+        read = int(np.searchsorted(scores.offsets, at, side="right")) - 1
+        place = at - int(scores.offsets[read])
         where = f"label {place}"
-    raise WrongEngineAnswer(f"the score at {where} is {scores.values[at]}", read=read)
+        if isinstance(scores, MatrixScores):
+            row, column = divmod(place, scores.columns(read).width)
+            where = f"row {row} {scores.columns(read).name_of(column)}"
+        raise WrongEngineAnswer(f"the score at {where} is {scores.values[at]}", read=read)
+    if isinstance(scores, MatrixScores):
+        special = (scores.top_k > 0) | (
+            (scores.extras & ENTROPY) > 0
+        )  # bool [N]: has numbers that are no log-probability
+        for i in np.flatnonzero(special & (np.diff(scores.offsets) > 0)).tolist():
+            columns = scores.columns(i)
+            block = scores.values[scores.offsets[i] : scores.offsets[i + 1]].reshape(-1, columns.width)
+            ids = block[:, columns.top_ids_at]
+            wrong = (ids < 0) | (ids > LARGEST_ID) | (ids != np.floor(ids))
+            if wrong.any():
+                row, k = (int(x) for x in np.argwhere(wrong)[0])
+                raise WrongEngineAnswer(f"the id at row {row} of top_ids col {k} is {ids[row, k]}", read=i)
+            if columns.entropy and np.isneginf(block[:, columns.entropy_at]).any():
+                raise WrongEngineAnswer("an entropy is missing", read=i)
 
 
 # ---------------------------------------------------------------- parts of safetensors
@@ -371,7 +428,9 @@ def _entries(header: dict[str, Any], error: type[ScoringError]) -> Iterator[tupl
 
 
 def _naturals(value: Any, count: int) -> bool:
-    return isinstance(value, list) and len(value) == count and all(type(x) is int and 0 <= x < 2**62 for x in value)
+    if not isinstance(value, list) or len(value) != count or not set(map(type, value)) <= {int}:
+        return False
+    return min(value, default=0) >= 0 and max(value, default=0) < 2**62
 
 
 def _array_names(cls: type) -> tuple[str, ...]:
@@ -412,11 +471,10 @@ def _refuse_stray_modes(batch: MatrixBatch) -> None:
 
 # ---------------------------------------------------------------- parts of JSON
 
-# What a result holds; of a failed read, nothing.
-_NOTHING = {
-    "matrix": {"logprobs": [], "response_logprobs": [], "rows": [], "shape": [0, 0], "meta": None},
-    "label": {"logprobs": [], "meta": None},
-}
+# What a result holds, and what it holds beside where that was asked for.
+_RESULT = {"matrix": {"logprobs", "response_logprobs", "rows", "shape", "meta"}, "label": {"logprobs", "meta"}}
+_ASKED = {"matrix": ({"top_k", "top_ids", "top_logprobs"}, {"tail_logprob"}, {"entropy"}), "label": ()}
+_NO_SCORES, _NO_ROWS = np.zeros(0, np.float32), np.zeros(0, np.int64)
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -434,7 +492,7 @@ def _refuse_constant(name: str) -> None:
 
 def _read_or_error(kind: Kind, i: int, read: Any) -> MatrixRead | LabelRead | InvalidRead:
     try:
-        return read_from_fields(_READ[kind], read)
+        return read_from_fields(READ[kind], read)
     except InvalidRead as error:
         return error.at(i)
 
@@ -450,94 +508,138 @@ def _plain(value: Any) -> Any:
 def _result(score: Any) -> dict[str, Any]:
     if isinstance(score, ScoringError):
         return {"error": error_to_json(score)}
-    scores = {"logprobs": _numbers(score.logprobs)}
-    if score.logprobs.ndim == 2:
-        scores["response_logprobs"] = _numbers(score.response_logprobs)
-        scores["rows"] = score.rows.tolist()
-        scores["shape"] = list(score.logprobs.shape)
-    return {**scores, "meta": score.meta.to_dict()}
+    result: dict[str, Any] = {"logprobs": _numbers(score.logprobs)}
+    if isinstance(score, MatrixScore):
+        result["response_logprobs"] = _numbers(score.response_logprobs)
+        result["rows"] = score.rows.tolist()
+        result["shape"] = list(score.logprobs.shape)
+        if score.top_ids is not None:
+            result["top_k"] = score.top_ids.shape[1]
+            result["top_ids"] = score.top_ids.tolist()
+            result["top_logprobs"] = _numbers(score.top_logprobs)
+        for name in ("tail_logprob", "entropy"):
+            if (values := getattr(score, name)) is not None:
+                result[name] = _numbers(values)
+    return {**result, "meta": score.meta.to_dict()}
 
 
 def _numbers(values: np.ndarray) -> list:
     """`values` as lists of numbers, None for -inf."""
-    lists = values.tolist()
-    if not np.isneginf(values).any():
-        return lists
-    if values.ndim == 1:
-        return [None if x == -math.inf else x for x in lists]
-    return [[None if x == -math.inf else x for x in row] for row in lists]
+    missing = np.isneginf(values)
+    if not missing.any():
+        return values.tolist()
+    objects = values.astype(object)
+    objects[missing] = None
+    return objects.tolist()
+
+
+def _check_result(kind: Kind, read: int, result: Any) -> None:
+    """Raise `WrongEngineAnswer` unless the result of a read that was answered has the names it must have."""
+    names = set(result) if isinstance(result, dict) else set()
+    due = _RESULT[kind].union(*(asked for asked in _ASKED[kind] if asked & names))
+    if names != due:
+        raise WrongEngineAnswer(f"a result like this has exactly {', '.join(sorted(due))}", read=read)
 
 
 def _floats(values: Any, read: int) -> np.ndarray:
     """float32 [n] of a list of numbers, -inf for None. A list of anything else is an error."""
-    if not isinstance(values, list) or not set(map(type, values)) <= {float, int, type(None)}:
+    if not isinstance(values, list) or not (types := set(map(type, values))) <= {float, int, type(None)}:
         raise WrongEngineAnswer("scores are a list of numbers and nulls", read=read)
     try:
-        numbers = np.array([-math.inf if x is None else x for x in values], dtype=np.float64)
+        numbers = np.array(values, dtype=np.float64)  # None becomes NaN
     except OverflowError:
         raise WrongEngineAnswer("holds an integer that no float32 can be", read=read) from None
+    if type(None) in types:
+        missing = np.isnan(numbers)
+        if missing.sum() != values.count(None):
+            raise WrongEngineAnswer("holds a NaN", read=read)
+        numbers[missing] = -np.inf
     with np.errstate(over="ignore"):  # what overflows becomes +inf or -inf; +inf is refused
         return numbers.astype(np.float32)
 
 
-def _block(result: dict[str, Any], read: int) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [n, 1 + K] (the response's own token first) and int64 [n], the rows of one matrix result."""
+def _flat(values: Any, n: int, k: int, read: int) -> list:
+    """The n * k values of n lists of k each."""
+    lists = isinstance(values, list) and set(map(type, values)) <= {list}
+    if not lists or len(values) != n or not set(map(len, values)) <= {k}:
+        raise WrongEngineAnswer(f"{n} rows of {k} are due; there are others", read=read)
+    return list(itertools.chain.from_iterable(values))
+
+
+def _ids(values: list, read: int) -> np.ndarray:
+    """int64 [n] of ids that float32 holds exactly."""
+    if not set(map(type, values)) <= {int} or not 0 <= min(values, default=0) <= max(values, default=0) <= LARGEST_ID:
+        raise WrongEngineAnswer(f"top_ids are integers from 0 to {LARGEST_ID}", read=read)
+    return np.array(values, dtype=np.int64)
+
+
+def _block(result: dict[str, Any], read: int) -> tuple[np.ndarray, np.ndarray, Columns]:
+    """The block float32 [n, columns.width], int64 [n] the rows, and the columns of one matrix result."""
     if not _naturals(result["shape"], 2) or result["shape"][1] >= 2**31:
         raise WrongEngineAnswer(f"shape is {short(result['shape'])}; it is [n, K]", read=read)
-    n, k = result["shape"]
-    logprobs, rows = result["logprobs"], result["rows"]
-    if not isinstance(logprobs, list) or len(logprobs) != n or not _naturals(rows, n):
-        raise WrongEngineAnswer(f"shape says {n} rows; logprobs or rows have others", read=read)
-    own = _floats(result["response_logprobs"], read)
-    lines = [_floats(line, read) for line in logprobs]
-    if len(own) != n or any(len(line) != k for line in lines):
-        raise WrongEngineAnswer(f"shape says {n} rows of {k}; the scores have others", read=read)
-    block = np.empty((n, 1 + k), dtype=np.float32)
-    block[:, 0] = own
-    for row, line in zip(block, lines, strict=True):
-        row[1:] = line
-    return block, np.array(rows, dtype=np.int64)
+    (n, k), top_k = result["shape"], result.get("top_k", 0)
+    if not _naturals([top_k], 1) or top_k >= 2**31:
+        raise WrongEngineAnswer(f"top_k is {short(top_k)}; it is a number", read=read)
+    if not _naturals(result["rows"], n):
+        raise WrongEngineAnswer(f"shape says {n} rows; there are others", read=read)
+    columns = Columns(k, top_k, "tail_logprob" in result, "entropy" in result)
+    parts = [(columns.candidates_at, _floats(_flat(result["logprobs"], n, k, read), read).reshape(n, k))]
+    if "top_k" in result:
+        top_ids = _ids(_flat(result["top_ids"], n, top_k, read), read)
+        top_logprobs = _floats(_flat(result["top_logprobs"], n, top_k, read), read)
+        parts.append((columns.top_ids_at, top_ids.reshape(n, top_k)))
+        parts.append((columns.top_logprobs_at, top_logprobs.reshape(n, top_k)))
+    for at, name in (
+        (columns.response_at, "response_logprobs"),
+        (columns.tail_at, "tail_logprob"),
+        (columns.entropy_at, "entropy"),
+    ):
+        if at is not None:
+            numbers = _floats(result[name], read)
+            if len(numbers) != n:
+                raise WrongEngineAnswer(f"shape says {n} rows; {name} has {len(numbers)}", read=read)
+            parts.append((at, numbers))
+    block = np.empty((n, columns.width), dtype=np.float32)  # as much as is in hand: nothing was taken at its word
+    for at, part in parts:
+        block[:, at] = part
+    return block, np.array(result["rows"], dtype=np.int64), columns
 
 
-def _meta(fields_: Any) -> ReadMeta:
-    due = {f.name: f.type for f in fields(ReadMeta)}
-    if not isinstance(fields_, dict) or set(fields_) != set(due):
-        raise WrongEngineAnswer(f"meta has exactly {', '.join(due)}", field="meta")
-    for name, kind in due.items():
-        value = fields_[name]
+_META = {f.name: f.type for f in fields(ReadMeta)}
+_UNSAID = {f.name: f.default for f in fields(ReadMeta) if f.name in META_COLUMNS}
+
+
+def _check_meta(given: Any) -> None:
+    if not isinstance(given, dict) or given.keys() != _META.keys():
+        raise WrongEngineAnswer(f"meta has exactly {', '.join(_META)}", field="meta")
+    for name, kind in _META.items():
+        value = given[name]
         lowest = NO_TOKEN if name == "next_token" else 0
         if type(value).__name__ != kind or (kind == "int" and not lowest <= value < 2**31):
             raise WrongEngineAnswer(f"is {short(value)}; it is of type {kind}", field=f"meta.{name}")
-    return ReadMeta(**fields_)
 
 
 # ---------------------------------------------------------------- consistency of an answer
 
-_SCORE_DTYPES = {"values": np.float32, "offsets": np.int64, "widths": np.int64, "rows": np.int64} | {
-    name: np.int32 for name in (*PER_READ, "meta_index")
-}
-_SCORE_DTYPES["row_offsets"] = np.int64
-
 
 def _check_scores(scores: MatrixScores | LabelScores) -> None:
-    """Raise `WrongEngineAnswer` unless the arrays of an answer from outside fit one another."""
-    for name in _array_names(type(scores)):
-        if getattr(scores, name).dtype != _SCORE_DTYPES[name]:
-            raise WrongEngineAnswer(
-                f"is {getattr(scores, name).dtype}; {np.dtype(_SCORE_DTYPES[name])} is due", field=name
-            )
+    """Raise `WrongEngineAnswer` unless the arrays of an answer fit one another, and hold scores."""
     count = len(scores.meta_index)
-    flats = {"offsets": scores.values}
-    if isinstance(scores, MatrixScores):
-        flats["row_offsets"] = scores.rows
-    for name in _array_names(type(scores)):
-        due = count + 1 if name in flats else count
-        if name not in ("values", "rows") and len(getattr(scores, name)) != due:
-            raise WrongEngineAnswer(f"has {len(getattr(scores, name))} entries; {count} reads have {due}", field=name)
-    for name, flat in flats.items():
-        bounds = getattr(scores, name)
+    dtypes: dict[str, Any] = scores.per_read | {"meta_index": np.int32}
+    lengths = dict.fromkeys(dtypes, count)
+    for name, (dtype, offsets) in scores.flat.items():
+        dtypes |= {name: dtype, offsets: np.int64}
+        lengths[offsets] = count + 1
+    for name, dtype in dtypes.items():
+        if (given := getattr(scores, name).dtype) != dtype:
+            raise WrongEngineAnswer(f"is {given}; {np.dtype(dtype)} is due", field=name)
+    for name, due in lengths.items():
+        if (given := len(getattr(scores, name))) != due:
+            raise WrongEngineAnswer(f"has {given} entries; {count} reads have {due}", field=name)
+    for name, (_, offsets) in scores.flat.items():
+        flat, bounds = getattr(scores, name), getattr(scores, offsets)
         if bounds[0] != 0 or bounds[-1] != len(flat) or (bounds[1:] < bounds[:-1]).any():
-            raise WrongEngineAnswer(f"must rise from 0 to {len(flat)}", field=name)
+            raise WrongEngineAnswer(f"must rise from 0 to {len(flat)}", field=offsets)
     failed = np.zeros(count, dtype=bool)  # bool [N]
     if any(not 0 <= i < count for i in scores.errors):
         raise WrongEngineAnswer(f"names a read outside [0, {count})", field="errors")
@@ -548,10 +650,11 @@ def _check_scores(scores: MatrixScores | LabelScores) -> None:
     lengths = np.diff(scores.offsets)  # int64 [N]
     wrong = failed & (lengths > 0)
     if isinstance(scores, MatrixScores):
-        if ((scores.widths < 0) | (scores.widths >= 2**31)).any():
-            raise WrongEngineAnswer("must lie in [0, 2**31)", field="widths")
-        wrong |= lengths != np.diff(scores.row_offsets) * (1 + scores.widths)
+        for name, bound in (("widths", 2**31), ("top_k", 2**31), ("extras", (TAIL | ENTROPY) + 1)):
+            if ((getattr(scores, name) < 0) | (getattr(scores, name) >= bound)).any():
+                raise WrongEngineAnswer(f"must lie in [0, {bound})", field=name)
+        wrong |= lengths != np.diff(scores.row_offsets) * widths_of(scores.widths, scores.top_k, scores.extras)
     if wrong.any():
         i = int(np.flatnonzero(wrong)[0])
         raise WrongEngineAnswer(f"has {int(lengths[i])} scores, which do not fit its rows and K", read=i)
-    refuse_not_a_score(scores)
+    _refuse_not_a_score(scores)

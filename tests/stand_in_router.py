@@ -19,6 +19,19 @@ def score(token: int, row: int = 0) -> float:
     return float("-inf") if token == -1 else -(token + row / 8)
 
 
+def top(token: int, row: int, count: int) -> list[tuple[int, float]]:
+    """The ids that the stand-in likes best at a row whose own token is `token`, with their scores."""
+    return [(token + 1 + k, score(token + 1 + k, row)) for k in range(count)]
+
+
+def tail(row: int) -> float:
+    return -1000.0 - row
+
+
+def entropy(row: int) -> float:
+    return row + 0.5
+
+
 class StandInRouter:
     """Serves the teachers "default" and "math" with the interface of `deployments.router.Router`.
 
@@ -79,16 +92,27 @@ class StandInRouter:
 
 def _matrix_scores(read) -> MatrixScores:
     rows = np.arange(len(read.response_ids)) if read.rows is None else read.rows
-    block = np.zeros((len(rows), 1 + read.width), np.float32)
-    for at, row in enumerate(rows):
+    lines = []
+    for row in rows.tolist():
+        own = int(read.response_ids[row])
         candidates = [] if read.candidate_ids is None else np.broadcast_to(
             read.candidate_ids, (len(read.response_ids), read.width)
-        )[row]  # fmt: skip
-        block[at] = [score(token, row) for token in (read.response_ids[row], *candidates)]
+        )[row].tolist()  # fmt: skip
+        best = top(own, row, read.top_k)
+        lines.append(
+            [score(token, row) for token in (own, *candidates)]
+            + ([tail(row)] if "tail" in read.extras else [])
+            + ([entropy(row)] if "entropy" in read.extras else [])
+            + [token for token, _ in best]
+            + [logprob for _, logprob in best]
+        )
+    values = np.array(lines, np.float32).reshape(-1)
     return MatrixScores(
-        values=block.reshape(-1),
-        offsets=np.array([0, block.size]),
+        values=values,
+        offsets=np.array([0, len(values)]),
         widths=np.array([read.width]),
+        top_k=np.array([read.top_k], np.int32),
+        extras=np.array([("tail" in read.extras) + 2 * ("entropy" in read.extras)], np.int32),
         rows=rows,
         row_offsets=np.array([0, len(rows)]),
         **_columns(read, len(read.prompt_ids) + len(read.response_ids)),

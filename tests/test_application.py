@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -118,6 +119,60 @@ def test_client_actor_and_http_agree_bit_for_bit(client, actor, http, applicatio
         np.testing.assert_array_equal(score.logprobs, by_json[i].logprobs)
         np.testing.assert_array_equal(score.response_logprobs, by_actor["response_logprobs"][i])
         np.testing.assert_array_equal(score.response_logprobs, by_http[i].response_logprobs)
+
+
+def check_asked(read, score, due):
+    """Hold an answer against the whole distribution of each of its rows, float64 [n, V]."""
+    if not read.top_k:
+        assert score.top_ids is score.top_logprobs is None
+    else:
+        assert (score.top_ids.dtype, score.top_logprobs.dtype) == (np.int32, np.float32)
+        assert score.top_ids.shape == score.top_logprobs.shape == (len(due), read.top_k)
+        assert all(len(set(ids)) == read.top_k for ids in score.top_ids.tolist())
+        best = -np.sort(-due, axis=1)[:, : read.top_k]
+        assert np.abs(score.top_logprobs - best).max(initial=0) <= LIMIT
+        assert np.abs(np.take_along_axis(due, score.top_ids.astype(int), 1) - best).max(initial=0) <= LIMIT
+    outside, rows = np.exp(due), np.arange(len(read.response_ids)) if read.rows is None else read.rows
+    if read.candidate_ids is not None:
+        of_row = np.broadcast_to(read.candidate_ids, (len(read.response_ids), read.width))[rows]
+        np.put_along_axis(outside, of_row.astype(int), 0, axis=1)
+    expected = {"tail": np.log(outside.sum(axis=1)), "entropy": -(np.exp(due) * due).sum(axis=1)}
+    for name, given in (("tail", score.tail_logprob), ("entropy", score.entropy)):
+        if name not in read.extras:
+            assert given is None
+        else:
+            assert (given.dtype, given.shape) == (np.float32, (len(due),))
+            assert np.abs(given - expected[name]).max(initial=0) <= LIMIT
+
+
+def test_what_is_asked_beside_the_candidates_comes_through_every_way_in(client, actor, http, application, tiny_model):
+    asked = [{"top_k": 7, "extras": ("tail", "entropy")}, {"top_k": 3}, {"extras": "tail"}, {"extras": "entropy"}]
+    reads = [
+        MatrixRead(read.prompt_ids, read.response_ids, read.candidate_ids, **more)
+        for read, more in zip(make_reads(8, seed=4), asked * 2, strict=True)
+    ]
+    reads += [
+        MatrixRead([1, 2], [3, 4, 5], rows=[2, 0], top_k=4),  # the usual way to the teacher's own best
+        MatrixRead([1, 2], [], [8, 9], top_k=5, extras=("tail", "entropy")),
+        MatrixRead([1, 2], [3, 4], [[8, 9], [7, 6]]),
+    ]
+    plain = ray.get(actor.read_matrix.remote(reads))
+    names = ("logprobs", "top_ids", "top_logprobs", "tail_logprob", "entropy")
+    with HttpScoringClient(application.url, binary=False) as json_client:
+        ways = {
+            "client": client.read_matrix(reads),
+            "one by one": dict(client.iter_matrix(reads)),
+            "submitted": [future.result(60) for future in [client.submit(read) for read in reads]],
+            "actor": [SimpleNamespace(**{name: plain[name][i] for name in names}) for i in range(len(reads))],
+            "safetensors": http.read_matrix(reads),
+            "JSON": json_client.read_matrix(reads),
+        }
+    for i, read in enumerate(reads):
+        rows = np.arange(len(read.response_ids)) if read.rows is None else read.rows
+        everything = hf_logprobs(tiny_model, [*read.prompt_ids.tolist(), *read.response_ids.tolist()]).double().numpy()
+        for scores in ways.values():
+            check_asked(read, scores[i], everything[len(read.prompt_ids) - 1 + rows])
+            np.testing.assert_allclose(scores[i].logprobs, ways["client"][i].logprobs, rtol=0, atol=LIMIT)
 
 
 def test_label_reads_agree_with_hugging_face_through_every_way_in(client, actor, http, tiny_model):
@@ -358,7 +413,8 @@ READ = {"prompt_ids": [1, 2], "response_ids": [3, 4], "candidate_ids": [[5, 6], 
         ({"rows": [0, 0]}, "rows", "more than once"),
         ({"rows": [2]}, "rows[0]", "[0, 2)"),
         ({"temperature": 0.7}, "temperature", "not a field"),
-        ({"top_k": 5}, "top_k", "candidates only"),
+        ({"top_k": 1025}, "top_k", "at most 1024"),
+        ({"extras": ["kl"]}, "extras", "tail, entropy"),
         ({"teacher": "nobody"}, "teacher", "default"),
     ],
 )

@@ -24,7 +24,6 @@ from scoring.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidRead,
-    NotYetSupported,
     Overloaded,
     RefusedSettings,
     TeacherUnavailable,
@@ -368,11 +367,6 @@ def test_another_weight_version_than_expected_is_refused(tiny, good_scores):
     labels = tiny.read_labels([LabelRead([5], [6], expect_version=7), LabelRead([5], [6], expect_version=0)])
     assert type(labels[0]) is VersionMismatch
     assert labels[1].logprobs.shape == (1,)
-
-
-def test_top_k_and_extras_are_not_answered_yet_and_say_so(tiny):
-    scores = tiny.read_matrix([MatrixRead(**GOOD, top_k=5), MatrixRead(**GOOD, extras="tail")])
-    assert [(type(e), e.field) for e in scores] == [(NotYetSupported, "top_k"), (NotYetSupported, "extras")]
 
 
 def test_trace_headers_are_taken(tiny, good_scores):

@@ -10,7 +10,6 @@ from scoring.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidRead,
-    NotYetSupported,
     Overloaded,
     ScoringError,
     TeacherUnavailable,
@@ -27,7 +26,6 @@ STATUSES = {
     "BatchTooLarge": 422,
     "InvalidAdapter": 422,
     "UnknownTeacher": 422,
-    "NotYetSupported": 422,
     "VersionMismatch": 409,
     "Overloaded": 429,
     "TeacherUnavailable": 503,
@@ -91,7 +89,6 @@ def test_an_error_of_an_unknown_kind_is_still_a_scoring_error():
     ("cls", "family"),
     [
         (InvalidRead, ValueError),
-        (NotYetSupported, InvalidRead),
         (UnknownTeacher, InvalidRead),
         (DeadlineExceeded, TimeoutError),
         (EngineDead, TeacherUnavailable),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import inspect
 import json
 import logging
@@ -12,9 +13,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 import httpx
+import jsonschema
 import numpy as np
 import pytest
 import uvicorn
@@ -78,6 +79,37 @@ def test_a_matrix_read_in_json(api):
     assert result["meta"]["prompt_tokens"] == 4
     assert result["meta"].keys() >= {"engine", "dtype", "head_dtype", "tensor_parallel_size"}
     assert response.json()["schema_version"] == 1
+
+
+def test_what_the_teacher_thinks_beside_the_candidates_in_json(api):
+    asked = {"top_k": 2, "extras": ["entropy", "tail"], "rows": [1]}
+    response = api.post("/v1/matrix-reads", json={"reads": [MATRIX | asked, MATRIX | {"extras": "tail"}, MATRIX]})
+    everything, tail_only, plain = response.json()["results"]
+    assert everything["logprobs"] == [[-7.125, None]]
+    assert everything["response_logprobs"] == [-4.125]
+    assert (everything["top_k"], everything["top_ids"]) == (2, [[5, 6]])
+    assert everything["top_logprobs"] == [[-5.125, -6.125]]
+    assert everything["tail_logprob"] == [-1001.0]
+    assert everything["entropy"] == [1.5]
+    assert tail_only["tail_logprob"] == [-1000.0, -1001.0]
+    assert tail_only.keys() - plain.keys() == {"tail_logprob"}
+    assert plain.keys() == {"logprobs", "response_logprobs", "rows", "shape", "meta"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"top_k": 65}, "is 65; this teacher takes at most 64 (its setting max_candidates)"),
+        ({"top_k": -1}, "is -1; allowed are integers from 0"),
+        ({"top_k": 2.0}, "is 2.0; allowed are integers from 0"),
+        ({"extras": ["kl"]}, "names 'kl'; allowed are any of tail, entropy"),
+    ],
+)
+def test_what_cannot_be_asked_beside_the_candidates_is_422_by_name(api, change, says):
+    response = api.post("/v1/matrix-reads", json={"reads": [MATRIX, MATRIX | change]})
+    error = response.json()["error"]
+    assert (response.status_code, error["read"], error["field"]) == (422, 1, next(iter(change)))
+    assert says in error["message"]
 
 
 def test_rows_of_a_matrix_read_in_json(api):
@@ -352,10 +384,24 @@ def test_alive_needs_no_teacher(api, router):
     assert router.calls == []
 
 
-def test_docs_and_their_description_of_the_routes(api):
+@pytest.mark.parametrize("kind", ["matrix", "label"])
+def test_docs_describe_both_forms_and_every_field_with_an_example_that_works(api, kind):
     assert api.get("/docs").status_code == 200
-    described = api.get("/openapi.json").json()["paths"]["/v1/matrix-reads"]["post"]["requestBody"]["content"]
-    assert described.keys() == {"application/json", wire.SAFETENSORS}
+    route = f"/v1/{kind}-reads"
+    described = api.get("/openapi.json").json()["paths"][route]["post"]
+    request, answer = described["requestBody"]["content"], described["responses"]["200"]["content"]
+    assert request.keys() == answer.keys() == {"application/json", wire.SAFETENSORS}
+    read = request["application/json"]["schema"]["properties"]["reads"]["items"]
+    assert read["properties"].keys() == {field.name for field in dataclasses.fields(wire.READ[kind])}
+    assert read["required"] == ["prompt_ids", "response_ids" if kind == "matrix" else "label_ids"]
+    example = request["application/json"]["example"]
+    (result,) = api.post(route, json=example).raise_for_status().json()["results"]
+    due = answer["application/json"]["schema"]["properties"]["results"]["items"]["properties"]
+    assert result.keys() | {"error"} == due.keys()
+    for name, schema in due.items():
+        if name in result:
+            jsonschema.Draft202012Validator(schema).validate(result[name])
+    jsonschema.Draft202012Validator(request["application/json"]["schema"]).validate(example)
 
 
 def test_ready_reads_one_token_from_every_teacher(api, router):
@@ -537,6 +583,78 @@ def test_a_client_reads_a_matrix(server, ask, binary):
     assert scores[2].logprobs.shape == (0, 3)
     assert scores[3].logprobs.shape == (1, 0)
     assert scores[0].logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_a_client_reads_what_the_teacher_thinks_beside_the_candidates(server, ask, binary):
+    reads = [
+        MatrixRead([1, 2], [3, 4], [[5, 6], [7]], top_k=2, extras=("tail", "entropy")),
+        MatrixRead([1], [2, 3, 4], rows=[2, 0], top_k=3),  # the usual way to the teacher's own best
+        MatrixRead([1], [], [8, 9], top_k=5, extras="entropy"),
+        MatrixRead([1], [9], [8], extras="tail", teacher="math"),
+        MatrixRead([1], [9]),
+    ]
+    scores = ask(server, "read_matrix", reads, settings={"binary": binary})
+    first, best, none, tailed, plain = scores
+    assert first.logprobs.tolist() == [[-5.0, -6.0], [-7.125, -np.inf]]
+    assert first.top_ids.tolist() == [[4, 5], [5, 6]]
+    assert first.top_logprobs.tolist() == [[-4.0, -5.0], [-5.125, -6.125]]
+    assert first.tail_logprob.tolist() == [-1000.0, -1001.0]
+    assert first.entropy.tolist() == [0.5, 1.5]
+    assert [part.dtype for part in (first.top_ids, first.top_logprobs, first.tail_logprob, first.entropy)] == [
+        np.int32,
+        *[np.float32] * 3,
+    ]
+    assert best.logprobs.shape == (2, 0)
+    assert best.top_ids.tolist() == [[5, 6, 7], [3, 4, 5]]
+    assert best.top_logprobs.tolist() == [[-5.25, -6.25, -7.25], [-3.0, -4.0, -5.0]]
+    assert (best.tail_logprob, best.entropy) == (None, None)
+    assert (none.logprobs.shape, none.top_ids.shape, none.top_logprobs.shape) == ((0, 2), (0, 5), (0, 5))
+    assert none.entropy.shape == (0,) and none.tail_logprob is None
+    assert tailed.tail_logprob.tolist() == [-1000.0] and tailed.top_ids is None
+    assert (plain.top_ids, plain.top_logprobs, plain.tail_logprob, plain.entropy) == (None,) * 4
+
+
+def test_single_reads_keep_what_they_asked_for_when_they_travel_together(server, router):
+    asked = [{"top_k": 2}, {"extras": "tail"}, {"extras": ("tail", "entropy"), "top_k": 1}, {}]
+    with HttpScoringClient(server) as client:
+        futures = [client.submit(MatrixRead([1], [5], [7], **more)) for more in asked]
+        first, second, third, plain = (future.result() for future in futures)
+        seen = dict(client.iter_matrix([MatrixRead([1], [5], [7], **more) for more in asked]))
+    assert first.top_ids.tolist() == seen[0].top_ids.tolist() == [[6, 7]]
+    assert second.tail_logprob.tolist() == seen[1].tail_logprob.tolist() == [-1000.0] and second.top_ids is None
+    assert third.entropy.tolist() == seen[2].entropy.tolist() == [0.5]
+    assert third.top_ids.tolist() == [[6]]
+    assert plain.top_ids is plain.tail_logprob is plain.entropy is seen[3].entropy is None
+    assert [score.logprobs.tolist() for score in (first, second, third, plain)] == [[[-7.0]]] * 4
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [
+        ({"top_k": 2}, {"top_k": 1}),
+        ({"top_k": 2}, {}),
+        ({}, {"top_k": 2}),
+        ({"extras": "tail"}, {"extras": "entropy"}),
+        ({"extras": "tail"}, {}),
+        ({}, {"extras": ("tail", "entropy")}),
+        ({"top_k": 1}, {"extras": ("tail", "entropy")}),  # as many columns
+    ],
+)
+def test_an_answer_to_another_question_is_an_error_of_the_client(router, ask, binary, asked, answered):
+    class Forgetful(StandInRouter):
+        async def read_matrix(self, reads, **options):
+            changed = [reads[0], MatrixRead(reads[1].prompt_ids, reads[1].response_ids, **answered)]
+            return await super().read_matrix(changed, **options)
+
+    router = Forgetful()
+    name = "top_k" if "top_k" in asked or "top_k" in answered else "extras"
+    with (
+        served(build_api(lambda: router, BATCH_LIMITS)) as url,
+        pytest.raises(WrongEngineAnswer, match=f"read 1: was answered with {name} .* is due"),
+    ):
+        ask(url, "read_matrix", [MatrixRead([1], [2]), MatrixRead([1], [2], **asked)], settings={"binary": binary})
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -853,11 +971,14 @@ def test_one_read_that_is_too_big_by_itself_is_an_error_with_the_limit(router, a
             return await super().read_matrix(reads, **options)
 
     router = Limited()
-    with (
-        served(build_api(lambda: router, limits)) as url,
-        pytest.raises(BatchTooLarge, match=r"limits\.max_answer_bytes"),
-    ):
-        ask(url, "read_matrix", [MatrixRead([1], [2] * 480, np.zeros((480, 1024), np.int32))])
+    with served(build_api(lambda: router, limits)) as url:
+        for read in (
+            MatrixRead([1], [2] * 480, np.zeros((480, 1024), np.int32)),
+            MatrixRead([1], [2] * 480, top_k=512, extras="tail"),
+            MatrixRead([1], [2], top_k=2**31 - 1),
+        ):
+            with pytest.raises(BatchTooLarge, match=r"limits\.max_answer_bytes"):
+                ask(url, "read_matrix", [read])
     assert router.calls == []
 
 
@@ -920,7 +1041,7 @@ def full_service(monkeypatch):
         "default": "default",
         "deployments": {"default": "Teacher-default"},
         "adapters": {},
-        "limits": asdict(limits),
+        "limits": dataclasses.asdict(limits),
         "admission_wait_s": 0.0,
     }
     router = Router("app", catalog, serves_many=True)

@@ -3,12 +3,17 @@
 What is refused is refused with a sentence: the field, what was given, what is allowed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scoring import LabelRead, MatrixRead
-from scoring.errors import InvalidRead, NotYetSupported
+from scoring.errors import InvalidRead
+from scoring.ids import candidate_matrix
 from scoring.limits import MAX_LABELS, TeacherLimits
 from scoring.reads import read_from_fields
 
@@ -387,11 +392,32 @@ def test_more_labels_than_vllm_takes_are_refused():
     assert "at most 128" in error.message
 
 
-def test_what_this_version_does_not_answer_is_refused_by_name():
-    for read, field in [(MatrixRead([5], [6], top_k=3), "top_k"), (MatrixRead([5], [6], extras="tail"), "extras")]:
-        error = refused(read)
-        assert type(error) is NotYetSupported
-        assert error.field == field
+def test_more_of_the_teachers_own_than_it_takes_or_has_is_refused_by_name():
+    LIMITS.check_matrix(MatrixRead([5], [6], top_k=LIMITS.max_candidates, extras=("tail", "entropy")))
+    error = refused(MatrixRead([5], [6], top_k=LIMITS.max_candidates + 1))
+    assert (type(error), error.field) == (InvalidRead, "top_k")
+    assert f"at most {LIMITS.max_candidates} (its setting max_candidates)" in error.message
+    small = replace(LIMITS, vocabulary=8, tokenizer_size=8, max_candidates=10)
+    small.check_matrix(MatrixRead([5], [6], top_k=8))
+    with pytest.raises(InvalidRead, match="top_k: is 9; this teacher's vocabulary has 8 ids"):
+        small.check_matrix(MatrixRead([5], [], top_k=9))
+
+
+def test_ids_that_float32_does_not_hold_are_not_promised():
+    replace(LIMITS, vocabulary=2**24).check_matrix(MatrixRead([5], [6], top_k=1))
+    large = replace(LIMITS, vocabulary=2**24 + 1)
+    large.check_matrix(MatrixRead([5], [6], [2**24]))
+    with pytest.raises(
+        InvalidRead, match=r"top_k: is 1; this teacher's vocabulary has 16777217 ids, .* up to 16777216"
+    ):
+        large.check_matrix(MatrixRead([5], [6], top_k=1))
+
+
+def test_logits_have_no_tail_and_no_entropy():
+    logits = replace(LIMITS, scores="logits")
+    logits.check_matrix(MatrixRead([5], [6], [7], top_k=2))
+    with pytest.raises(InvalidRead, match="extras: asks for tail and entropy; this teacher answers with logits"):
+        logits.check_matrix(MatrixRead([5], [6], [7], extras=("tail", "entropy")))
 
 
 def test_a_read_keeps_its_ids_when_the_callers_buffer_is_used_again():
@@ -401,6 +427,28 @@ def test_a_read_keeps_its_ids_when_the_callers_buffer_is_used_again():
     assert read.prompt_ids.tolist() == [1, 2]
     assert read.response_ids.tolist() == [3, 4]
     assert read.candidate_ids.tolist() == [[1, 2], [3, 4]]
+
+
+def outcome(rows):
+    """The matrix that rows of candidates become, or what is said of them."""
+    try:
+        return candidate_matrix(rows, "candidate_ids").tolist()
+    except InvalidRead as error:
+        return str(error)
+
+
+@given(st.lists(st.lists(st.integers(-3, 9) | st.sampled_from([-1, 2**31 - 1, 2**31, -(2**40), 10**30]))))
+def test_rows_of_lists_become_what_rows_of_arrays_become(rows):
+    """Lists, as JSON has them, are taken all at once; other rows one by one."""
+    one_by_one = [tuple(row) for row in rows]
+    assert outcome(rows) == outcome(one_by_one)
+
+
+@pytest.mark.parametrize("other", [1.0, True, None, "1", [1]])
+def test_one_wrong_element_among_many_rows_is_named(other):
+    rows = [[1, 2], [3], [4, other, 5]]
+    assert outcome(rows) == outcome([tuple(row) for row in rows])
+    assert "candidate_ids[2]" in outcome(rows)
 
 
 def test_rows_too_uneven_to_pad_are_refused_before_anything_is_allocated():

@@ -379,6 +379,19 @@ async def test_a_router_that_serves_many_holds_a_call_to_its_limits(replicas, na
     assert len(await serving(limit + 1).read_matrix(READS)) == 10
 
 
+async def test_what_is_asked_beside_the_candidates_counts_in_the_size_of_an_answer(replicas):
+    """A row of these holds its own token, a candidate, an entropy, three ids and their three numbers."""
+    read, most = MatrixRead([1], [2, 3], [4], top_k=3, extras="entropy"), 2 * 9 * 4
+
+    def serving(limit):
+        return Router("app", CATALOG | {"limits": LIMITS | {"max_answer_bytes": limit}}, serves_many=True)
+
+    with pytest.raises(BatchTooLarge, match=f"{most} bytes of scores in one call; at most {most - 1} are taken"):
+        await serving(most - 1).read_matrix([read])
+    (score,) = await serving(most).read_matrix([read])
+    assert (score.top_ids.tolist(), score.entropy.tolist()) == ([[3, 4, 5], [4, 5, 6]], [0.5, 1.5])
+
+
 # ---- one by one
 
 

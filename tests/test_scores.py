@@ -5,7 +5,7 @@ The model is a plain list with one entry per read: a block of numbers with its r
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,12 +34,32 @@ def meta(version: int) -> ReadMeta:
 
 @dataclass
 class Answer:
-    """What one read is answered with: `block` float32 [n, 1 + K], the response's own token first."""
+    """What one read is answered with: `block` float32 [n, 1 + K], the response's own token first; and where it was
+    asked for, `top` (ids and numbers, [n, top_k] each), `tail` and `entropy`, [n]."""
 
     block: np.ndarray
     rows: list[int]
     version: int
     prompt_tokens: int
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    tail: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+
+    def row(self, r: int) -> list[float]:
+        """Everything of one row, in the order in which it travels."""
+        ids, logprobs = ([], []) if self.top is None else (part[r] for part in self.top)
+        return [*self.block[r], *(part[r] for part in (self.tail, self.entropy) if part is not None), *ids, *logprobs]
+
+    def named(self) -> dict[str, np.ndarray | None]:
+        ids, logprobs = self.top or (None, None)
+        return {
+            "logprobs": self.block[:, 1:],
+            "response_logprobs": self.block[:, 0],
+            "top_ids": ids,
+            "top_logprobs": logprobs,
+            "tail_logprob": self.tail,
+            "entropy": self.entropy,
+        }
 
 
 def numbers(rows: int, columns: int, seed: int) -> np.ndarray:
@@ -49,15 +69,24 @@ def numbers(rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 @st.composite
-def answers(draw, width: int | None = None) -> Answer:
+def answers(draw, asked: tuple[int, int, bool, bool] | None = None) -> Answer:
+    """`asked`: K, top_k, whether there is a tail, and an entropy; None for any."""
     rows = draw(st.integers(0, 4))
-    k = draw(st.integers(0, 3)) if width is None else width
+    k, top_k, tail, entropy = asked or draw(ASKED)
+    seed = draw(st.integers(0, 10**6))
+    ids = np.random.default_rng(seed).integers(0, 2**24, (rows, top_k), dtype=np.int32, endpoint=True)
     return Answer(
-        numbers(rows, 1 + k, draw(st.integers(0, 10**6))),
+        numbers(rows, 1 + k, seed),
         draw(st.permutations(range(7)))[:rows],
         draw(st.integers(0, 2)),
         draw(st.integers(1, 99)),
+        top=(ids, numbers(rows, top_k, seed + 1)) if top_k else None,
+        tail=numbers(rows, 1, seed + 2)[:, 0] if tail else None,
+        entropy=-numbers(rows, 1, seed + 3)[:, 0].clip(-15) if entropy else None,
     )
+
+
+ASKED = st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())
 
 
 def failures() -> st.SearchStrategy[ScoringError]:
@@ -69,9 +98,11 @@ def matrix_scores(model: list[Answer | ScoringError]) -> MatrixScores:
     alive = [a if isinstance(a, Answer) else Answer(np.zeros((0, 1), np.float32), [], -1, 0) for a in model]
     versions = sorted({a.version for a in alive} - {-1})
     return MatrixScores(
-        values=np.array([x for a in alive for x in a.block.ravel()], np.float32),
-        offsets=np.cumsum([0, *(a.block.size for a in alive)]),
+        values=np.array([x for a in alive for r in range(len(a.rows)) for x in a.row(r)], np.float32),
+        offsets=np.cumsum([0, *(sum(len(a.row(r)) for r in range(len(a.rows))) for a in alive)]),
         widths=np.array([a.block.shape[1] - 1 for a in alive], np.int64),
+        top_k=np.array([0 if a.top is None else a.top[0].shape[1] for a in alive], np.int32),
+        extras=np.array([(a.tail is not None) + 2 * (a.entropy is not None) for a in alive], np.int32),
         rows=np.array([r for a in alive for r in a.rows], np.int64),
         row_offsets=np.cumsum([0, *(len(a.rows) for a in alive)]),
         prompt_tokens=np.array([a.prompt_tokens for a in alive], np.int32),
@@ -91,16 +122,18 @@ def check_same(scores: MatrixScores, model: list[Answer | ScoringError]) -> None
             assert (type(score), score.message, score.read) == (type(due), due.message, i)
             continue
         assert isinstance(score, MatrixScore)
-        assert score.logprobs.dtype == score.response_logprobs.dtype == np.float32
-        assert score.response_logprobs.tolist() == due.block[:, 0].tolist()
-        assert score.logprobs.shape == (len(due.rows), due.block.shape[1] - 1)
-        assert score.logprobs.tolist() == due.block[:, 1:].tolist()
+        for name, part in due.named().items():
+            given = getattr(score, name)
+            if part is None:
+                assert given is None, name
+            else:
+                assert (given.dtype, given.shape) == (part.dtype, part.shape), name
+                assert given.tolist() == part.tolist(), name
         assert score.rows.tolist() == due.rows
         assert score.meta.weight_version == due.version
         assert score.meta.prompt_tokens == due.prompt_tokens
         assert score.meta.cached_tokens == due.prompt_tokens // 2
         assert score.meta.ids_beyond_tokenizer == due.prompt_tokens % 3
-        assert (score.top_ids, score.top_logprobs, score.tail_logprob, score.entropy) == (None,) * 4
 
 
 @given(st.lists(answers() | failures(), max_size=6))
@@ -172,28 +205,43 @@ def test_the_first_failure_is_raised_and_names_its_read():
     assert fine.raise_first() is fine
 
 
-@given(st.data(), st.integers(0, 3))
-def test_padded_scores_hold_every_row_and_the_fill_elsewhere(data, k):
-    model = data.draw(st.lists(answers(width=k), max_size=6))
-    width = max((len(a.rows) for a in model), default=0) + data.draw(st.integers(0, 3))
+@given(st.data(), ASKED)
+def test_padded_scores_hold_every_row_and_the_fill_elsewhere(data, asked):
+    model = data.draw(st.lists(answers(asked), min_size=1, max_size=6))
+    width = max(len(a.rows) for a in model) + data.draw(st.integers(0, 3))
     padded = matrix_scores(model).to_padded(width, fill=-7.5)
-    assert padded.logprobs.dtype == padded.response_logprobs.dtype == np.float32
-    assert padded.logprobs.shape == (len(model), width, k if model else 0)
-    assert padded.response_logprobs.shape == padded.mask.shape == (len(model), width)
+    assert padded.mask.shape == (len(model), width)
+    tensors = padded.torch()
+    assert tensors["mask"].dtype == torch.bool
     for i, answer in enumerate(model):
         n = len(answer.rows)
         assert padded.mask[i].tolist() == [True] * n + [False] * (width - n)
-        assert padded.logprobs[i, :n].tolist() == answer.block[:, 1:].tolist()
-        assert padded.response_logprobs[i, :n].tolist() == answer.block[:, 0].tolist()
-        assert (padded.logprobs[i, n:] == -7.5).all()
-        assert (padded.response_logprobs[i, n:] == -7.5).all()
-    tensors = padded.torch()
-    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
-        "logprobs": torch.float32,
-        "response_logprobs": torch.float32,
-        "mask": torch.bool,
-    }
-    assert tensors["logprobs"].tolist() == padded.logprobs.tolist()
+        for name, part in answer.named().items():
+            rectangle = getattr(padded, name)
+            if part is None:
+                assert rectangle is None and name not in tensors
+                continue
+            assert rectangle.dtype == part.dtype
+            assert rectangle.shape == (len(model), width, *part.shape[1:])
+            assert rectangle[i, :n].tolist() == part.tolist()
+            assert (rectangle[i, n:] == (-1 if name == "top_ids" else -7.5)).all()
+            assert tensors[name].numpy().tobytes() == rectangle.tobytes()
+            assert str(tensors[name].dtype) == f"torch.{part.dtype}"
+
+
+def test_beyond_a_reads_rows_the_ids_are_no_ids():
+    short, long = (
+        Answer(numbers(n, 1, 0), list(range(n)), 0, 5, top=(np.full((n, 2), 7, np.int32), numbers(n, 2, 1)))
+        for n in (1, 2)
+    )
+    padded = matrix_scores([short, long]).to_padded(2, fill=0.0)
+    assert padded.top_ids.tolist() == [[[7, 7], [-1, -1]], [[7, 7], [7, 7]]]
+    assert padded.top_logprobs[0, 1].tolist() == [0.0, 0.0]
+
+
+def test_no_scores_are_padded_to_no_rectangle():
+    padded = matrix_scores([]).to_padded(3, fill=0.0)
+    assert (padded.logprobs.shape, padded.response_logprobs.shape, padded.mask.shape) == ((0, 3, 0), (0, 3), (0, 3))
 
 
 def test_padding_never_cuts_mixes_widths_or_hides_a_failure():
@@ -204,6 +252,11 @@ def test_padding_never_cuts_mixes_widths_or_hides_a_failure():
         matrix_scores([short, Answer(numbers(1, 2, 2), [0], 0, 5)]).to_padded(3, 0.0)
     with pytest.raises(Overloaded, match="read 1: full"):
         matrix_scores([short, Overloaded("full")]).to_padded(3, 0.0)
+    more = replace(short, top=(np.array([[5]], np.int32), numbers(1, 1, 3)))
+    with pytest.raises(InvalidRead, match=r"top_k of \[0, 1\]; one rectangle needs the same top_k in all"):
+        matrix_scores([short, more]).to_padded(3, 0.0)
+    with pytest.raises(InvalidRead, match=r"extras of \[0, 2\]"):
+        matrix_scores([short, replace(short, entropy=numbers(1, 1, 4)[:, 0])]).to_padded(3, 0.0)
 
 
 @given(st.lists(answers(), max_size=5))
@@ -211,15 +264,14 @@ def test_scores_become_tensors_of_their_own(model):
     scores = matrix_scores(model)
     tensors = scores.torch()
     for tensor, answer in zip(tensors, model, strict=True):
-        assert {name: t.dtype for name, t in tensor.items()} == {
-            "logprobs": torch.float32,
-            "response_logprobs": torch.float32,
-            "rows": torch.int64,
-        }
-        assert tensor["logprobs"].tolist() == answer.block[:, 1:].tolist()
-        assert tensor["response_logprobs"].tolist() == answer.block[:, 0].tolist()
+        asked = {name: part for name, part in answer.named().items() if part is not None}
+        assert tensor.keys() == {*asked, "rows"}
         assert tensor["rows"].tolist() == answer.rows
-        tensor["logprobs"].fill_(1.0)
+        assert tensor["rows"].dtype == torch.int64
+        for name, part in asked.items():
+            assert str(tensor[name].dtype) == f"torch.{part.dtype}"
+            assert tensor[name].tolist() == part.tolist()
+            tensor[name].fill_(1)
     check_same(scores, model)  # writing into a tensor leaves the scores alone
     with pytest.raises(Overloaded, match="read 0"):
         matrix_scores([Overloaded("full")]).torch()
@@ -228,16 +280,18 @@ def test_scores_become_tensors_of_their_own(model):
 @given(st.lists(answers() | failures(), max_size=5))
 def test_the_plain_form_holds_the_same_answers_and_none_where_a_read_failed(model):
     plain = matrix_scores(model).to_dict()
-    assert set(plain) == {"logprobs", "response_logprobs", "rows", "meta", "errors", "schema_version"}
+    names = {"logprobs", "response_logprobs", "rows", "top_ids", "top_logprobs", "tail_logprob", "entropy", "meta"}
+    assert set(plain) == {*names, "errors", "schema_version"}
     assert plain["schema_version"] == 1
     for i, due in enumerate(model):
         if isinstance(due, ScoringError):
-            assert [plain[name][i] for name in ("logprobs", "response_logprobs", "rows", "meta")] == [None] * 4
+            assert [plain[name][i] for name in names] == [None] * 8
             assert plain["errors"][i] == due.at(i).to_dict()
         else:
             assert i not in plain["errors"]
-            assert plain["logprobs"][i].tolist() == due.block[:, 1:].tolist()
-            assert plain["response_logprobs"][i].tolist() == due.block[:, 0].tolist()
+            for name, part in due.named().items():
+                given = plain[name][i]
+                assert part is given is None or (given.tolist() == part.tolist() and given.flags.c_contiguous), name
             assert plain["rows"][i].tolist() == due.rows
             assert plain["meta"][i]["weight_version"] == due.version
             assert plain["meta"][i]["prompt_tokens"] == due.prompt_tokens

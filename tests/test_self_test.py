@@ -72,6 +72,8 @@ class StandIn:
             values=np.concatenate(answers).reshape(-1),
             offsets=np.arange(len(batch) + 1) * TABLE.size,
             widths=np.full(len(batch), TABLE.shape[1] - 1),
+            top_k=np.zeros(len(batch), np.int32),
+            extras=np.zeros(len(batch), np.int32),
             rows=np.tile(np.arange(len(TABLE)), len(batch)),
             row_offsets=np.arange(len(batch) + 1) * len(TABLE),
             **self.columns(len(batch)),

@@ -26,6 +26,7 @@ from scoring.wire import (
     decode_batch,
     decode_scores,
     encode_batch,
+    encode_json,
     encode_scores,
     loads,
     reads_from_json,
@@ -87,16 +88,24 @@ ERRORS = st.builds(
 @st.composite
 def answers(draw) -> tuple[str, MatrixScores | LabelScores]:
     kind = draw(st.sampled_from(["matrix", "label"]))
-    pieces, rows, widths, metas, errors = [], [], [], [], {}
+    pieces, rows, asked, metas, errors = [], [], [], [], {}
     for i in range(draw(st.integers(0, 4))):
-        n, k = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+        n, k, top_k, extras = (draw(st.integers(0, 3)) for _ in range(4))
         error = draw(st.none() | ERRORS)
         if error is not None:
-            errors[i], n, k = error.at(i), 0, 0
-        size = n * (1 + k) if kind == "matrix" else n
-        pieces.append(np.array(draw(st.lists(SCORE, min_size=size, max_size=size)), np.float32))
+            errors[i], n, k, top_k, extras = error.at(i), 0, 0, 0, 0
+        numbers = lambda count: draw(st.lists(SCORE, min_size=count, max_size=count))  # noqa: E731
+        if kind == "matrix":
+            ids = st.lists(st.integers(0, 2**24), min_size=top_k, max_size=top_k)
+            row = st.tuples(
+                *[SCORE] * (1 + k + (extras & 1)), *[st.floats(0, 99, width=32)] * (extras >> 1), ids, *[SCORE] * top_k
+            ).map(lambda row: [x for part in row for x in (part if isinstance(part, list) else [part])])
+            piece = [x for _ in range(n) for x in draw(row)]
+        else:
+            piece = numbers(n)
+        pieces.append(np.array(piece, np.float32))
         rows.append(np.array(draw(st.permutations(range(n))), np.int64))
-        widths.append(k)
+        asked.append((k, top_k, extras))
         metas.append(
             ReadMeta("math", draw(st.integers(0, 9)), "ab", "vllm 0.32.0", "bfloat16", "float32", "logprobs", 1)
         )
@@ -117,7 +126,9 @@ def answers(draw) -> tuple[str, MatrixScores | LabelScores]:
         return kind, LabelScores(**scores)
     return kind, MatrixScores(
         **scores,
-        widths=np.array(widths, np.int64),
+        widths=np.array([k for k, _, _ in asked], np.int64),
+        top_k=np.array([top_k for _, top_k, _ in asked], np.int32),
+        extras=np.array([extras for _, _, extras in asked], np.int32),
         rows=np.concatenate([np.zeros(0, np.int64), *rows]),
         row_offsets=np.cumsum([0] + [len(r) for r in rows]),
     )
@@ -142,10 +153,14 @@ def assert_same_answers(left, right) -> None:
             assert type(a) is type(b)
             assert a.to_dict() == b.to_dict()
             continue
-        assert a.logprobs.shape == b.logprobs.shape
+        assert type(a) is type(b)
         assert a.meta == b.meta
-        for name in ("logprobs", "response_logprobs", "rows") if hasattr(a, "rows") else ("logprobs",):
-            assert getattr(a, name).tobytes() == getattr(b, name).tobytes()
+        for name in {field.name for field in fields(a)} - {"meta"}:
+            one, other = getattr(a, name), getattr(b, name)
+            if one is None:
+                assert other is None, name
+            else:
+                assert (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes()), name
 
 
 def through_json(document) -> object:
@@ -190,7 +205,81 @@ def test_an_answer_comes_through_safetensors(answer):
 @given(answers())
 def test_an_answer_comes_through_json_bit_for_bit(answer):
     kind, scores = answer
-    assert_same_answers(scores, scores_from_json(kind, through_json(scores_to_json(scores))))
+    document = through_json(scores_to_json(scores))
+    assert loads(encode_json(scores)) == document
+    assert_same_answers(scores, scores_from_json(kind, document))
+
+
+@given(answers(), st.data())
+def test_pieces_of_an_answer_from_outside_are_put_together_again(answer, data):
+    """Over HTTP a batch may come back in several answers, and each is a view of the bytes it came in."""
+    kind, scores = answer
+    cut = data.draw(st.integers(0, len(scores)))
+    parts = []
+    for places, piece in zip(
+        np.split(np.arange(len(scores)), [cut]), scores.split([cut, len(scores) - cut]), strict=True
+    ):
+        parts.append((places, decode_scores(kind, encode_scores(piece)), np.arange(len(places))))
+    assert_same_answers(scores, type(scores).assemble(len(scores), parts))
+
+
+def test_what_was_asked_beside_the_candidates_in_json(one_answer):
+    """One row: own token, two candidates, tail, entropy, two ids, their numbers."""
+    scores = one_answer(1, 2, top_k=2, extras=3, values=[-1, -2, -np.inf, -4, 0.5, 2**24, 7, -0.25, -np.inf])
+    result = through_json(scores_to_json(scores))["results"][0]
+    assert result.pop("meta")["teacher"] == "default"
+    assert result == {
+        "logprobs": [[-2.0, None]],
+        "response_logprobs": [-1.0],
+        "rows": [0],
+        "shape": [1, 2],
+        "top_k": 2,
+        "top_ids": [[2**24, 7]],
+        "top_logprobs": [[-0.25, None]],
+        "tail_logprob": [-4.0],
+        "entropy": [0.5],
+    }
+    assert all(type(x) is int for x in result["top_ids"][0])
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        lambda s: decode_scores("matrix", encode_scores(s)),
+        lambda s: scores_from_json("matrix", through_json(scores_to_json(s))),
+    ],
+)
+def test_what_was_asked_of_no_rows_keeps_its_widths(through, one_answer):
+    (score,) = through(one_answer(0, 3, top_k=5, extras=3, values=[]))
+    assert (score.logprobs.shape, score.response_logprobs.shape, score.rows.shape) == ((0, 3), (0,), (0,))
+    assert (score.top_ids.shape, score.top_logprobs.shape) == ((0, 5), (0, 5))
+    assert (score.tail_logprob.shape, score.entropy.shape) == ((0,), (0,))
+
+
+@pytest.mark.parametrize("bad", [-np.inf, -1.0, 0.5, 2**24 + 2])
+@pytest.mark.parametrize("encode", [encode_scores, scores_to_json, encode_json])
+def test_a_top_id_that_is_no_id_is_an_error_that_names_its_place(encode, bad, one_answer):
+    with pytest.raises(WrongEngineAnswer, match="read 0: the id at row 1 of top_ids col 0 is"):
+        encode(one_answer(2, 1, top_k=1, values=[-1, -2, 5, -3, -1, -2, bad, -3]))
+
+
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [
+        (0, "row 0 response_logprobs"),
+        (11, "row 1 col 0"),
+        (12, "row 1 tail_logprob"),
+        (13, "row 1 entropy"),
+        (15, "row 1 top_ids col 1"),
+        (17, "row 1 top_logprobs col 0"),
+        (19, "row 1 top_logprobs col 2"),
+    ],
+)
+def test_a_nan_is_named_by_what_it_should_have_been(place, where, one_answer):
+    values = np.zeros(20)
+    values[place] = np.nan
+    with pytest.raises(WrongEngineAnswer, match=f"the score at {where} is nan"):
+        encode_scores(one_answer(2, 1, top_k=3, extras=3, values=values))
 
 
 def test_the_bytes_are_safetensors_as_its_own_library_reads_them():
@@ -241,7 +330,7 @@ def test_a_nan_in_bytes_from_outside_is_an_error(one_answer):
     data = bytearray(encode_scores(one_answer(1, 1)))
     at = bytes(data).rindex(struct.pack("<2f", 0.0, -1.0))
     data[at : at + 4] = struct.pack("<f", np.nan)
-    with pytest.raises(WrongEngineAnswer, match="row 0 of response_logprobs"):
+    with pytest.raises(WrongEngineAnswer, match="row 0 response_logprobs"):
         decode_scores("matrix", bytes(data))
 
 
@@ -376,6 +465,45 @@ def test_a_json_answer_with_a_part_missing_or_changed_is_an_error_and_never_zero
         scores_from_json("matrix", document)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r.pop("top_k"),
+        lambda r: r.pop("top_ids"),
+        lambda r: r.pop("top_logprobs"),
+        lambda r: r.update(top_k=1),
+        lambda r: r.update(top_k=True),
+        lambda r: r.update(top_k=-1),
+        lambda r: r.update(top_k=None),
+        lambda r: r["top_ids"].pop(),
+        lambda r: r["top_ids"][1].pop(),
+        lambda r: r["top_ids"][0].__setitem__(0, 5.0),
+        lambda r: r["top_ids"][0].__setitem__(0, None),
+        lambda r: r["top_ids"][0].__setitem__(0, True),
+        lambda r: r["top_ids"][0].__setitem__(0, -1),
+        lambda r: r["top_ids"][0].__setitem__(0, 2**24 + 1),  # as a float32 it would be another id
+        lambda r: r["top_ids"][0].__setitem__(0, 10**400),
+        lambda r: r.update(top_ids=[1, 2]),
+        lambda r: r["top_logprobs"][0].__setitem__(0, "1"),
+        lambda r: r["tail_logprob"].pop(),
+        lambda r: r["tail_logprob"].append(None),
+        lambda r: r.update(tail_logprob=None),
+        lambda r: r["entropy"].pop(),
+        lambda r: r.update(entropy=[[1.0], [1.0]]),
+        lambda r: r["entropy"].__setitem__(1, None),
+        lambda r: r.update(shape=[2, 2**30], top_k=2**30),
+        lambda r: r["logprobs"][0].__setitem__(0, float("nan")),
+    ],
+)
+def test_what_was_asked_beside_the_candidates_with_one_thing_wrong_is_an_error(change, one_answer):
+    values = [-1, -np.inf, -4, 0.5, 3, 7, -0.25, -0.5]
+    document = scores_to_json(one_answer(2, 1, top_k=2, extras=3, values=values * 2))
+    assert len(scores_from_json("matrix", document)) == 1
+    change(document["results"][0])
+    with pytest.raises(WrongEngineAnswer):
+        scores_from_json("matrix", document)
+
+
 @pytest.mark.parametrize("version", [0, 2, None, "2", True])
 def test_another_schema_version_is_refused_in_json(version, one_answer):
     with pytest.raises(WrongEngineAnswer, match="schema"):
@@ -387,12 +515,13 @@ def test_another_schema_version_is_refused_in_json(version, one_answer):
 
 @pytest.fixture
 def one_answer():
-    """The answer to one read of n rows and K candidates: 0, -1, -2, ... through the rows."""
+    """The answer to one read of n rows and K candidates: `values`, or 0, -1, -2, ... through the rows."""
 
-    def make(n: int, k: int) -> MatrixScores:
-        size = n * (1 + k)
+    def make(n: int, k: int, top_k: int = 0, extras: int = 0, values=None) -> MatrixScores:
+        values = -np.arange(n * (1 + k)) + 0.0 if values is None else values
+        size = len(values)
         return MatrixScores(
-            values=-np.arange(size, dtype=np.float32) + 0.0,
+            values=np.array(values, np.float32),
             offsets=np.array([0, size]),
             prompt_tokens=np.array([5], np.int32),
             cached_tokens=np.zeros(1, np.int32),
@@ -401,6 +530,8 @@ def one_answer():
             meta_index=np.zeros(1, np.int32),
             metas=(ReadMeta("default", 0, "ab", "vllm 0.32.0", "float32", "float32", "logprobs", 1),),
             widths=np.array([k]),
+            top_k=np.array([top_k], np.int32),
+            extras=np.array([extras], np.int32),
             rows=np.arange(n),
             row_offsets=np.array([0, n]),
         )
@@ -574,6 +705,11 @@ def test_no_bytes_of_an_answer_raise_anything_but_an_error_with_a_sentence(data)
         ("row_offsets", [0, 1]),
         ("widths", [0]),
         ("widths", [2**62]),
+        ("top_k", [1]),
+        ("top_k", [-1]),
+        ("extras", [1]),
+        ("extras", [4]),
+        ("extras", [-1]),
         ("meta_index", [-1]),
         ("meta_index", [1]),
         ("rows", [0]),
