@@ -1,4 +1,4 @@
-"""Keeps Serve's log of a replica alive while vLLM is imported."""
+"""Keeps Serve's log of a replica alive while vLLM's engine starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 def serve_log_kept() -> Iterator[None]:
     """Give the handlers of Serve's logger their targets back at the end.
 
-    vLLM configures logging when it is imported, and `logging.config.dictConfig` closes every handler of the process.
+    vLLM configures logging when it is imported and when it makes an engine's configuration, and
+    `logging.config.dictConfig` closes every handler of the process.
     Serve's hands its records on to a file; closed, it has no target. The records then pile up in it, and a controller
     that was started anew takes the replica for broken: it asks for the file's path, and gets an exception.
     """

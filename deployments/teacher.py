@@ -48,22 +48,22 @@ class Teacher:
         self._cores = None if settings.num_gpus else lease_cores(settings.cpu_cores)
         cores = self._cores.cores if self._cores else ()
         prepare_engine_environment(cores)
+        started = time.monotonic()
+        self._stopping = False
         with serve_log_kept():
             from scoring.engine import EngineSettings, TeacherEngine  # after the environment: vLLM reads it at import
 
-        started = time.monotonic()
-        self._stopping = False
-        self._engine = TeacherEngine(
-            EngineSettings(
-                model=_model_path(settings),
-                teacher=name,
-                dtype=settings.dtype,
-                head_dtype=settings.head_dtype,
-                scores=settings.scores,
-                max_candidates=settings.max_candidates,
-                engine_args=engine_args(settings),
+            self._engine = TeacherEngine(
+                EngineSettings(
+                    model=_model_path(settings),
+                    teacher=name,
+                    dtype=settings.dtype,
+                    head_dtype=settings.head_dtype,
+                    scores=settings.scores,
+                    max_candidates=settings.max_candidates,
+                    engine_args=engine_args(settings),
+                )
             )
-        )
         up = time.monotonic()
         self._step_tokens = self._engine.info().max_batched_tokens
         self._max_outstanding_tokens = settings.max_outstanding_tokens or _OUTSTANDING_STEPS * self._step_tokens

@@ -205,7 +205,7 @@ def test_both_replicas_take_part_and_each_has_a_core_of_its_own(client):
     assert all(after - start > 0.05 for start, after in zip(before, used(), strict=True))
 
 
-def test_a_replica_writes_its_log_after_vllm_was_imported(application):
+def test_a_replica_writes_its_log_after_its_engine_has_started(application):
     """Without that a controller that is started anew takes every replica for broken."""
     for replica in application.processes("ray::ServeReplica:teacher-scoring:Teacher"):
         (log,) = [Path(f.path) for f in replica.open_files() if "/replica_" in f.path and f.path.endswith(".log")]
