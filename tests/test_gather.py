@@ -6,6 +6,7 @@ with Hugging Face in `test_exactness.py`.
 
 import hashlib
 import inspect
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,7 +89,14 @@ def check(logits: torch.Tensor, ids: torch.Tensor, columns: Columns, tolerance: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("n", "vocabulary", "width", "top_k"),
-    [(12, 49_152, 16, 32), (300, 2048, 7, 1), (40, 1000, 1, 1000), (3, 50_257, 1024, 300), (5, 17, 40, 5), (4, 1, 1, 1)],
+    [
+        (12, 49_152, 16, 32),
+        (300, 2048, 7, 1),
+        (40, 1000, 1, 1000),
+        (3, 50_257, 1024, 300),
+        (5, 17, 40, 5),
+        (4, 1, 1, 1),
+    ],
 )
 def test_all_columns_are_what_float64_says(dtype, n, vocabulary, width, top_k):
     columns = Columns(width, top_k, tail=True, entropy=True)
@@ -128,7 +136,7 @@ def test_zero_and_minus_zero_are_equal():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("log_tail", [-1.0, -16.1, -45.0, -47.0, -80.0, -200.0])
 def test_a_tail_far_below_rounding_is_exact(dtype, log_tail):
-    """One minus the candidates' sum would be 0 or off by a percent from e-7 on; exponentials of float32 end at e-103."""
+    """Where one minus the candidates' sum would be 0 or off by a percent, and where exponentials of float32 end."""
     logits = random_logits(8, 5000, dtype, scale=1.0)
     ids = random_ids(8, 4, 5000)
     ids[:, 1] = torch.arange(8) * 600
@@ -300,7 +308,7 @@ def test_a_request_in_one_step():
 def test_chunks_of_a_prompt_add_up(cuts):
     steps = Steps()
     steps.add("a", 10, 4, ALL)
-    for begin, end in zip(cuts[:-2], cuts[1:-1], strict=True):
+    for begin, end in itertools.pairwise(cuts[:-1]):
         assert steps.step(("a", begin, end)) == {}
     steps.check(steps.step(("a", cuts[-2], 10))["a"], "a", 4, ALL)
 
@@ -432,7 +440,7 @@ def test_a_request_that_vllm_answers_as_well_asks_for_nothing_more():
 def test_a_changed_file_of_vllms_is_refused(unreplaced, monkeypatch):
     original = unreplaced.add_request
     monkeypatch.setattr(gather, "SOURCE", "0" * 64)
-    with pytest.raises(RuntimeError, match=r"prompt_logprob\.py of vLLM 0\.32.* is not the file.*0\.32\.0 and 0\.33\.0"):
+    with pytest.raises(RuntimeError, match=r"prompt_logprob\.py of vLLM 0\.32.* is not the file"):
         gather.replace_gather()
     assert unreplaced.add_request is original
 

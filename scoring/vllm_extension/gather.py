@@ -11,6 +11,7 @@ another, nothing is replaced and the worker does not start.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache, wraps
@@ -55,13 +56,14 @@ def replace_gather() -> None:
     """
     import vllm
 
-    if not vllm.__version__.startswith(ENGINE_SERIES):
+    if not str(vllm.__version__).startswith(ENGINE_SERIES):
         return
     from vllm.v1.worker.gpu.sample import prompt_logprob
 
-    if hashlib.sha256(Path(prompt_logprob.__file__).read_bytes()).hexdigest() != SOURCE:
+    file = Path(inspect.getsourcefile(prompt_logprob))
+    if hashlib.sha256(file.read_bytes()).hexdigest() != SOURCE:
         raise RuntimeError(
-            f"{prompt_logprob.__file__} of vLLM {vllm.__version__} is not the file that this project's gather extends "
+            f"{file} of vLLM {vllm.__version__} is not the file that this project's gather extends "
             "(that of vLLM 0.32.0 and 0.33.0): scores could be wrong. Install one of these versions."
         )
     worker = prompt_logprob.PromptLogprobsWorker
