@@ -12,7 +12,7 @@ import torch
 from scoring.columns import Columns
 from scoring.vllm_extension.kernels import logprob
 
-PIECE_BYTES_GPU = 1 << 28  # of one piece's logits as float32, where no core's cache matters
+PIECE_BYTES_GPU = 1 << 26  # of one piece's logits as float32, where no core's cache matters
 
 # exp of it is 0 in float32, as that of -inf is; and 0 times it is 0, where 0 times -inf would be NaN.
 _FAINTEST = -200.0
