@@ -78,8 +78,8 @@ class EngineSettings:
         head_dtype: "float32" computes the output head in float32; None leaves it in the model's dtype.
         scores: "logprobs", or "logits" for raw logits in their place.
         max_candidates: largest K of a read, and largest `top_k`.
-        share_head: whether the rows of all reads of a step are multiplied by the output head together, up to 1,024 at
-            a time; else those of each read by themselves.
+        share_head: whether the rows of all reads of a step are multiplied by the output head together (up to 1,024 at
+            once, on a CPU 256), or those of each read by themselves.
         engine_args: passed through to vLLM's `AsyncEngineArgs`. What this project must fix is refused there.
     """
 

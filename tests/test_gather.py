@@ -339,12 +339,13 @@ def test_requests_that_do_not_share_have_products_of_their_own():
         steps.check(answers[name], name, 4, ALL)
 
 
-def test_a_product_has_1024_rows_at_most():
+def test_a_product_has_so_many_rows_at_most(monkeypatch):
+    monkeypatch.setattr(gather, "PRODUCT_ROWS_CPU", 100)
     steps = Steps()
-    for name, tokens in {"a": 2501, "b": 401, "c": 301, "d": 401}.items():
+    for name, tokens in {"a": 251, "b": 41, "c": 31, "d": 41}.items():
         steps.add(name, tokens, 0, Columns(2, entropy=True))
     answers = steps.step(*((name, 0, len(steps.hidden[name])) for name in "abcd"))
-    assert steps.products == [1024, 1024, 452 + 400, 300 + 400]
+    assert steps.products == [100, 100, 50 + 40, 30 + 40]
     for name in "abcd":
         steps.check(answers[name], name, 0, Columns(2, entropy=True))
 

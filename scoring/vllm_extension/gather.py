@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 KEY = "teacher_scoring"  # in SamplingParams.extra_args
 SOURCE = "97a0ff853485b4dc1323e139ffe515e0891ec18b397cc37b4b13b7851da81cdf"  # sha256 of vLLM's file
 PRODUCT_ROWS = 1024  # of one product with the head at most, as upstream: its logits lie in memory at once
+PRODUCT_ROWS_CPU = 256  # there its logits are still in a cache when they are gathered
 
 
 def asked_for(columns: Columns, share_head: bool) -> dict[str, Any] | None:
@@ -143,6 +144,10 @@ class Gather:
     as_logits: bool
     reads: dict[str, _Read] = field(default_factory=dict)
 
+    @property
+    def product_rows(self) -> int:
+        return PRODUCT_ROWS_CPU if self.device.type == "cpu" else PRODUCT_ROWS
+
     def add(self, req_id: str, sampling_params: "SamplingParams", columns: dict[str, Any], share_head: bool) -> None:
         """Take a request on. One that comes again after a preemption begins anew."""
         columns = Columns(**columns)
@@ -169,7 +174,7 @@ class Gather:
         if not self.reads:
             return {}
         parts, finished = self._parts(input_batch, prompt_lens)
-        for together in _products(parts):
+        for together in _products(parts, self.product_rows):
             positions = self._to_device(np.concatenate([part.positions for part in together]))
             logits = logits_fn(hidden_states[positions])  # [rows of the product, V]
             of_part = logits.split([part.end - part.begin for part in together])
@@ -198,8 +203,8 @@ class Gather:
             # The last token's row predicts the token to be made.
             first, last = np.searchsorted(read.rows, [begin - read.start, min(end, prompt_len - 1) - read.start])
             base = int(input_batch.query_start_loc_np[i]) - begin + read.start
-            for a in range(first, last, PRODUCT_ROWS):
-                b = min(a + PRODUCT_ROWS, last)
+            for a in range(first, last, self.product_rows):
+                b = min(a + self.product_rows, last)
                 parts.append(_Part(read, a, b, base + read.rows[a:b]))
             if end >= prompt_len:
                 finished.append(req_id)
@@ -229,13 +234,13 @@ class Gather:
         return async_tensor_h2d(array, self.device)
 
 
-def _products(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """The parts of a step, in order, in lists that are multiplied by the head at once."""
+def _products(parts: list[_Part], most: int) -> Iterator[list[_Part]]:
+    """The parts of a step, in order, in lists of at most so many rows that are multiplied by the head at once."""
     together: list[_Part] = []
     for part in parts:
         size = sum(len(other.positions) for other in together) + len(part.positions)
         alone = not (part.read.share_head and together and together[-1].read.share_head)
-        if together and (alone or size > PRODUCT_ROWS):
+        if together and (alone or size > most):
             yield together
             together = []
         together.append(part)
