@@ -51,7 +51,10 @@ class TeacherConfig(BaseModel):
     scores: Literal["logprobs", "logits"] = "logprobs"
     """`logits` answers raw logits in place of log-probabilities, everywhere."""
     max_candidates: int = Field(default=1024, ge=1)
-    """Largest K of a read."""
+    """Largest K of a read, and largest `top_k`."""
+    share_head: bool = True
+    """Whether the scored rows of a step's reads are multiplied by the output head together: for many short reads its
+    weights are then read once, not once a read."""
     max_outstanding_tokens: int | None = Field(default=None, ge=1)
     """Tokens (prompt and response) of unanswered reads that one replica takes; a shard beyond them is refused with
     `Overloaded`, unless it is alone. Default: 64 engine steps (64 x max_num_batched_tokens)."""

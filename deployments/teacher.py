@@ -61,6 +61,7 @@ class Teacher:
                     head_dtype=settings.head_dtype,
                     scores=settings.scores,
                     max_candidates=settings.max_candidates,
+                    share_head=settings.share_head,
                     engine_args=engine_args(settings),
                 )
             )

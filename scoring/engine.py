@@ -34,6 +34,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from scoring.adapters import Adapter, check_adapter, weights_stamp
 from scoring.batches import LabelBatch, MatrixBatch, end_to_end
 from scoring.checkpoint import checkpoint_dtype, checkpoint_hash, tokenizer_hash
+from scoring.columns import Columns
 from scoring.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -52,11 +53,12 @@ from scoring.progress import Progress, ProgressMeter
 from scoring.reads import LabelRead, MatrixRead
 from scoring.scores import NO_TOKEN, LabelScores, MatrixScores, ReadMeta
 from scoring.self_test import check_engine
+from scoring.vllm_extension.gather import asked_for
 from scoring.vllm_extension.guard import refuse_unreplaced, refuse_unreplaced_options
+from scoring.vllm_extension.version import ENGINE_SERIES
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_VLLM = ("0.32.", "0.33.")
 _LOOK_S = 0.25  # how often a watched engine is looked at
 _LONGEST_LOOK_S = 1.0
 _CANARY_AFTER_S = 10.0
@@ -75,7 +77,9 @@ class EngineSettings:
         dtype: of weights and activations; "auto" is what the checkpoint's config.json names.
         head_dtype: "float32" computes the output head in float32; None leaves it in the model's dtype.
         scores: "logprobs", or "logits" for raw logits in their place.
-        max_candidates: largest K of a read.
+        max_candidates: largest K of a read, and largest `top_k`.
+        share_head: whether the rows of all reads of a step are multiplied by the output head together (up to 1,024 at
+            once, on a CPU 256), or those of each read by themselves.
         engine_args: passed through to vLLM's `AsyncEngineArgs`. What this project must fix is refused there.
     """
 
@@ -85,6 +89,7 @@ class EngineSettings:
     head_dtype: Literal["float32"] | None = None
     scores: Literal["logprobs", "logits"] = "logprobs"
     max_candidates: int = 1024
+    share_head: bool = True
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -123,9 +128,9 @@ class TeacherEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        if not str(vllm.__version__).startswith(SUPPORTED_VLLM):
+        if not str(vllm.__version__).startswith(ENGINE_SERIES):
             raise RefusedSettings(
-                f"vLLM {vllm.__version__} is installed; this engine was read against {', '.join(SUPPORTED_VLLM)}x, and "
+                f"vLLM {vllm.__version__} is installed; this engine was read against {', '.join(ENGINE_SERIES)}x, and "
                 "relies on details that others may change"
             )
         self.settings = settings
@@ -211,9 +216,9 @@ class TeacherEngine:
             offsets=offsets,
             rows=rows,
             row_offsets=row_offsets,
-            widths=np.array([a.values.shape[-1] - 1 for a in answers], dtype=np.int64),
-            top_k=np.zeros(len(answers), np.int32),
-            extras=np.zeros(len(answers), np.int32),
+            widths=np.array([a.columns.candidates for a in answers], dtype=np.int64),
+            top_k=np.array([a.columns.top_k for a in answers], dtype=np.int32),
+            extras=np.array([a.columns.extras for a in answers], dtype=np.int32),
             **self._columns(batch, answers, adapters or {}),
         )
 
@@ -405,44 +410,54 @@ class TeacherEngine:
             read.prompt_ids, read.response_ids, *(() if read.candidate_ids is None else (read.candidate_ids,))
         )
         rows = np.arange(len(read.response_ids), dtype=np.int64) if read.rows is None else read.rows
+        columns = read.columns
         if not len(rows):  # vLLM cannot express zero rows
-            return _Answer(np.zeros((0, 1 + read.width), np.float32), rows, 0, 0, beyond)
+            return _Answer(np.zeros((0, columns.width), np.float32), rows, 0, 0, beyond, columns=columns)
         first, last = int(rows.min()), int(rows.max())
-        columns = self._columns_to_gather(read, rows, first, last)
+        ids = self._ids_to_gather(read, columns, rows, first, last)
         # Tokens after the last row asked for cannot change it (the model is causal), so they are not sent.
         sequence = np.concatenate([read.prompt_ids, read.response_ids[: last + 1]]).tolist()
         start = len(read.prompt_ids) - 1 + first
         asked = {"priority": read.priority, "trace_headers": trace_headers, "adapter": adapter}
-        output = await self._generate(sequence, self._scoring_params(columns, start), **asked)
+        extra_args = asked_for(columns, self.settings.share_head)
+        output = await self._generate(sequence, self._scoring_params(ids, start, extra_args=extra_args), **asked)
         if output.prompt_token_id_logprobs is None:
             # vLLM drops the scores of a prefill that began after `start` (a prefix cache hit too long).
             logger.warning("vLLM returned no scores for a read; asking again without its prefix cache")
-            params = self._scoring_params(columns, start, skip_reading_prefix_cache=True)
+            params = self._scoring_params(ids, start, extra_args=extra_args, skip_reading_prefix_cache=True)
             output = await self._generate(sequence, params, **asked)
-        values = check_matrix_answer(output.prompt_token_id_logprobs, columns)
+        values = check_matrix_answer(output.prompt_token_id_logprobs, ids, columns)
         self._check_prompt(output, len(sequence))
-        values = values[rows - first]
-        return _Answer(values, rows, len(sequence), output.num_cached_tokens or 0, beyond, _next_token(output))
+        return _Answer(
+            values[rows - first],
+            rows,
+            len(sequence),
+            output.num_cached_tokens or 0,
+            beyond,
+            _next_token(output),
+            columns=columns,
+        )
 
-    def _columns_to_gather(self, read: MatrixRead, rows: np.ndarray, first: int, last: int) -> np.ndarray:
-        """int32 [last - first + 1, 1 + K]: per row the response's own id, then its candidates.
+    def _ids_to_gather(self, read: MatrixRead, columns: Columns, rows: np.ndarray, first: int, last: int) -> np.ndarray:
+        """int32 [last - first + 1, columns.width]: per row the response's own id and its candidates.
 
-        Rows between those asked for hold pads, since the engine scores one unbroken run of rows.
+        All other columns hold pads, and so do rows between those asked for, since the engine scores one unbroken run
+        of rows.
         """
-        columns = np.full((last - first + 1, 1 + read.width), PAD, dtype=np.int32)
-        columns[rows - first, 0] = read.response_ids[rows]
+        ids = np.full((last - first + 1, columns.width), PAD, dtype=np.int32)
+        ids[rows - first, columns.response_at] = read.response_ids[rows]
         if read.width:
             candidates = read.candidate_ids if read.candidate_ids.ndim == 1 else read.candidate_ids[rows]
             if read.unknown_candidates == "-inf":
                 candidates = np.where(candidates < self.limits.vocabulary, candidates, PAD)
-            columns[rows - first, 1:] = candidates
-        return columns
+            ids[rows - first, columns.candidates_at] = candidates
+        return ids
 
-    def _scoring_params(self, columns: np.ndarray, start: int, **options: Any) -> SamplingParams:
+    def _scoring_params(self, ids: np.ndarray, start: int, **options: Any) -> SamplingParams:
         return SamplingParams(
             max_tokens=1,
             temperature=0.0,  # sampling costs four times as much at the default of 1.0
-            prompt_logprob_token_ids=columns,
+            prompt_logprob_token_ids=ids,
             prompt_logprob_start=start,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -556,16 +571,20 @@ class TeacherEngine:
         )
 
 
+_NOTHING = Columns(0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """The engine's answer to one read, or why there is none."""
 
-    values: np.ndarray  # float32 [n, 1 + K], or [L]
+    values: np.ndarray  # float32 [n, columns.width], or [L]
     rows: np.ndarray  # int64 [n]
     prompt_tokens: int
     cached_tokens: int
     beyond: int
     next_token: int = NO_TOKEN
+    columns: Columns = _NOTHING  # of a matrix read
     error: ScoringError | None = None
 
 
@@ -613,7 +632,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "model": settings.model,
         "dtype": checkpoint_dtype(settings.model) if settings.dtype == "auto" else settings.dtype,
         "hf_overrides": overrides,
-        "max_logprobs": settings.max_candidates + 1,  # the response's own token is one more column
+        # The widest answer there is: vLLM counts its columns.
+        "max_logprobs": Columns(settings.max_candidates, settings.max_candidates, tail=True, entropy=True).width,
         "logprobs_mode": "raw_logits" if settings.scores == "logits" else "raw_logprobs",
         "generation_config": "vllm",  # a checkpoint's sampling defaults have no say in scores
     }
@@ -660,8 +680,9 @@ def check_config(config: VllmConfig) -> None:
         raise RefusedSettings(f"the engine would run with {'; with '.join(refused)}")
 
 
-def check_matrix_answer(values: Any, columns: np.ndarray) -> np.ndarray:
-    """`values` when it is the answer to `columns` (int32 [rows, 1 + K]): float32 of that shape, without NaN.
+def check_matrix_answer(values: Any, ids: np.ndarray, columns: Columns) -> np.ndarray:
+    """`values` when it is the answer to `ids` (int32 [rows, columns.width]): float32 of that shape, without NaN, and
+    with all that was asked for in the rows that have ids.
 
     Raises:
         WrongEngineAnswer: it is anything else. Nothing is padded, cut or replaced.
@@ -672,15 +693,27 @@ def check_matrix_answer(values: Any, columns: np.ndarray) -> np.ndarray:
         raise WrongEngineAnswer(
             f"the engine returned {getattr(values, 'dtype', type(values).__name__)} scores; float32 is due"
         )
-    if values.shape != columns.shape:
-        raise WrongEngineAnswer(
-            f"the engine returned scores of shape {list(values.shape)}; {list(columns.shape)} is due"
-        )
+    if values.shape != ids.shape:
+        raise WrongEngineAnswer(f"the engine returned scores of shape {list(values.shape)}; {list(ids.shape)} is due")
     if np.isnan(values).any():
         row, column = (int(i) for i in np.argwhere(np.isnan(values))[0])
-        name = "the response's own token" if column == 0 else f"col {column - 1}"
-        raise WrongEngineAnswer(f"the engine returned NaN at row {row} {name}")
+        raise WrongEngineAnswer(f"the engine returned NaN at row {row} {_name_of(columns, column)}")
+    extras = [*range(columns.width)[columns.top_ids_at], *([columns.entropy_at] if columns.entropy else [])]
+    if (values[ids[:, columns.response_at] != PAD][:, extras] < 0).any():
+        raise WrongEngineAnswer(
+            "the engine returned an entropy below zero, or ids below zero among the teacher's best: vLLM's own gather "
+            "does so, and this project's must run in its place (the plugin teacher_scoring, in all of vLLM's processes)"
+        )
     return values
+
+
+def _name_of(columns: Columns, column: int) -> str:
+    """What stands in a column of an answer."""
+    if column == columns.response_at:
+        return "the response's own token"
+    if column <= columns.candidates:
+        return f"col {column - 1}"
+    return {columns.tail_at: "the tail", columns.entropy_at: "the entropy"}.get(column, "the teacher's best")
 
 
 def check_label_answer(values: list[float]) -> np.ndarray:

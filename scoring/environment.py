@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 from scoring.errors import RefusedSettings
 
@@ -29,6 +30,11 @@ def prepare_engine_environment(cpu_cores: Sequence[int] = ()) -> None:
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _PLUGIN not in plugins.split(","):
         raise RefusedSettings(f"VLLM_PLUGINS is {plugins!r}; name {_PLUGIN} in it too, or unset it")
+    if not entry_points(group="vllm.general_plugins", name=_PLUGIN):
+        raise RefusedSettings(
+            f"no installed package has the entry point {_PLUGIN}, by which vLLM's processes find this project: install "
+            "it (pip install -e .), its folder on the path is not enough"
+        )
     runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if runner not in (None, "1"):
         raise RefusedSettings(

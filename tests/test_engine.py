@@ -12,6 +12,7 @@ from vllm import AsyncEngineArgs
 
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
 from scoring import engine as engine_module
+from scoring.columns import Columns
 from scoring.engine import (
     EngineSettings,
     TeacherEngine,
@@ -151,7 +152,8 @@ def test_what_scores_depend_on_is_fixed(scores, mode):
     arguments = engine_arguments(EngineSettings("model", dtype="bfloat16", scores=scores, max_candidates=64))
     assert arguments["logprobs_mode"] == mode
     assert arguments["generation_config"] == "vllm"
-    assert arguments["max_logprobs"] == 65  # the response's own token beside 64 candidates
+    # The widest answer: the response's own token, 64 candidates, tail, entropy, 64 ids and their scores.
+    assert arguments["max_logprobs"] == 1 + 64 + 2 + 2 * 64
     assert arguments["model"] == "model"
     assert arguments["dtype"] == "bfloat16"
 
@@ -164,7 +166,7 @@ def test_without_a_dtype_a_checkpoint_runs_in_its_own(tiny_path, smollm2_path):
 
 # What the engine's answer must be.
 
-COLUMNS = np.array([[5, 6, 7], [8, 9, -1]], np.int32)
+IDS = np.array([[5, 6, 7], [8, 9, -1]], np.int32)
 RIGHT = np.array([[-1, -2, -3], [-1, -2, -np.inf]], np.float32)
 
 
@@ -175,7 +177,7 @@ def with_nan(row: int, column: int) -> np.ndarray:
 
 
 def test_the_engines_answer_is_passed_on_as_it_is():
-    assert check_matrix_answer(RIGHT, COLUMNS) is RIGHT
+    assert check_matrix_answer(RIGHT, IDS, Columns(2)) is RIGHT
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,34 @@ def test_the_engines_answer_is_passed_on_as_it_is():
 )
 def test_an_answer_of_another_kind_is_an_error_that_says_how_it_is_wrong(values, message):
     with pytest.raises(WrongEngineAnswer, match=message):
-        check_matrix_answer(values, COLUMNS)
+        check_matrix_answer(values, IDS, Columns(2))
+
+
+ALL = Columns(1, top_k=2, tail=True, entropy=True)
+ALL_IDS = np.array([[5, 6, *[-1] * 6], [-1] * 8, [7, 8, *[-1] * 6]], np.int32)
+ALL_RIGHT = np.array([[-1, -2, -0.5, 1.5, 6, 9, -2, -3], [-np.inf] * 8, [-1, -2, -np.inf, 0, 8, 0, 0, -9]], np.float32)
+
+
+def test_an_answer_of_all_columns_is_passed_on_with_rows_that_were_not_asked_for_in_between():
+    assert check_matrix_answer(ALL_RIGHT, ALL_IDS, ALL) is ALL_RIGHT
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (ALL.tail_at, np.nan, "NaN at row 2 the tail"),
+        (ALL.entropy_at, np.nan, "NaN at row 2 the entropy"),
+        (ALL.top_ids_at.start, np.nan, "NaN at row 2 the teacher's best"),
+        (ALL.width - 1, np.nan, "NaN at row 2 the teacher's best"),
+        (ALL.entropy_at, -np.inf, "the plugin teacher_scoring, in all of vLLM's processes"),
+        (ALL.top_ids_at.start + 1, -np.inf, "the plugin teacher_scoring, in all of vLLM's processes"),
+    ],
+)
+def test_columns_that_vllm_alone_leaves_empty_are_an_error(column, value, message):
+    values = ALL_RIGHT.copy()
+    values[2, column] = value
+    with pytest.raises(WrongEngineAnswer, match=message):
+        check_matrix_answer(values, ALL_IDS, ALL)
 
 
 def test_a_nan_among_labels_is_an_error_that_names_the_label():

@@ -35,6 +35,11 @@ def test_what_keeps_our_entry_points_out_is_refused_by_name(name, value):
     assert f"RefusedSettings: {name} is '{value}'" in refused.stderr
 
 
+def test_a_package_that_is_not_installed_is_refused():
+    missing = run("import importlib.metadata as m; m.entry_points = lambda **names: (); " + SHOW)
+    assert "RefusedSettings: no installed package has the entry point teacher_scoring" in missing.stderr
+
+
 @pytest.mark.parametrize("value", ["0", "false", ""])
 def test_the_v1_runner_is_refused(value):
     refused = run(SHOW, VLLM_USE_V2_MODEL_RUNNER=value)

@@ -4,6 +4,7 @@ Expected values come from a Hugging Face forward pass over the whole sequence (`
 code under test.
 """
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
-from scoring import LabelRead, MatrixRead, MatrixScores
+from scoring import LabelBatch, LabelRead, MatrixRead, MatrixScores
 from scoring.batches import MatrixBatch
 from scoring.engine import TeacherEngine
 from scoring.errors import SelfTestFailed, WrongEngineAnswer
@@ -80,7 +81,45 @@ def check_read(engine, model, tolerance: float, **read) -> None:
     assert_scores(engine.read_matrix([MatrixRead(**read)])[0], expected(table, read), tolerance)
 
 
+def assert_asked(score, table: torch.Tensor, read: dict, tolerance: float) -> None:
+    """The columns beside the candidates: against the whole distribution of each row, in float64."""
+    for r, row in enumerate(score.rows):
+        logprobs = table[len(read["prompt_ids"]) - 1 + row].double().numpy()
+        if score.tail_logprob is not None:
+            candidates = [c for c in read["candidate_ids"][row] if c >= 0]
+            tail = np.log(np.exp(np.delete(logprobs, candidates)).sum())
+            assert score.tail_logprob[r] == pytest.approx(tail, abs=tolerance)
+        if score.entropy is not None:
+            assert score.entropy[r] == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), abs=tolerance)
+        if score.top_ids is not None:
+            # Two logits as near as rounding may come in either order, so ids are held to what they score.
+            top_ids = score.top_ids[r]
+            assert len(set(top_ids.tolist())) == len(top_ids) == read["top_k"]
+            np.testing.assert_allclose(score.top_logprobs[r], logprobs[top_ids], rtol=0, atol=tolerance)
+            best = -np.sort(-logprobs)[: len(top_ids)]
+            np.testing.assert_allclose(score.top_logprobs[r], best, rtol=0, atol=tolerance)
+    for name in ("tail", "entropy"):
+        found = score.tail_logprob if name == "tail" else score.entropy
+        assert (found is not None) == (name in read.get("extras", ()))
+    assert (score.top_ids is not None) == bool(read.get("top_k"))
+
+
 # What runs in the engine's process.
+
+
+async def read_both(engine, matrices, labels) -> tuple:
+    """The answers to matrix reads and label reads that are asked at the same time."""
+    return await asyncio.gather(engine.read_matrix(matrices), engine.read_labels(labels))
+
+
+async def read_by_products(engine, batch, *, share_head: bool):
+    """The answer to a batch by an engine with this setting."""
+    settings = engine.settings
+    engine.settings = dataclasses.replace(settings, share_head=share_head)
+    try:
+        return await engine.read_matrix(batch)
+    finally:
+        engine.settings = settings
 
 
 def counter(engine, name: str) -> float:
@@ -242,6 +281,69 @@ def test_a_batch_of_64_reads_of_mixed_lengths_is_exact(tiny, tiny_model):
         assert_scores(score, expected(table, read), TINY)
 
 
+ASKED = [
+    {},
+    {"extras": ("tail",)},
+    {"extras": ("entropy",)},
+    {"top_k": 5},
+    {"extras": ("tail", "entropy"), "top_k": 1},
+    {"extras": ("tail", "entropy"), "top_k": 200},
+]
+
+
+def asking_reads(count: int) -> list[dict]:
+    """Reads that ask for different things, shorter and longer than a chunk, some for single rows."""
+    rng, reads = np.random.default_rng(6), []
+    for i in range(count):
+        prompt, response = (int(n) for n in rng.integers(1, 110, 2))
+        candidates = candidates_of(response, 3 + i, seed=i)
+        candidates[0] = [7, 7, 7]  # short, and the same thrice
+        rows = sorted(rng.choice(response, 1 + response // 3, replace=False).tolist()) if i % 4 == 3 else None
+        read = {"prompt_ids": ids(prompt, i), "response_ids": ids(response, 60 + i), "candidate_ids": candidates}
+        reads.append(read | ASKED[i % len(ASKED)] | ({} if rows is None else {"rows": rows}))
+    return reads
+
+
+def test_reads_that_ask_for_different_things_beside_each_other_and_label_reads_are_exact(tiny, tiny_model):
+    reads = asking_reads(24)
+    labels = LabelBatch.from_reads([LabelRead(ids(50, i), ids(20, i)) for i in range(6)])
+    scores, labelled = tiny.call(read_both, MatrixBatch.from_reads([MatrixRead(**read) for read in reads]), labels)
+    for read, score in zip(reads, scores, strict=True):
+        table = hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"])
+        assert_scores(score, expected(table, read, read.get("rows")), TINY)
+        assert_asked(score, table, read, TINY)
+    for i, label in enumerate(labelled):
+        wanted = hf_logprobs(tiny_model, ids(50, i))[-1, ids(20, i)]
+        np.testing.assert_allclose(label.logprobs, wanted, rtol=0, atol=TINY)
+
+
+@pytest.mark.parametrize("share_head", [True, False])
+def test_rows_score_the_same_with_a_product_of_the_head_for_all_and_with_one_for_each(tiny, tiny_model, share_head):
+    reads = asking_reads(12)
+    batch = MatrixBatch.from_reads([MatrixRead(**read) for read in reads])
+    for read, score in zip(reads, tiny.call(read_by_products, batch, share_head=share_head), strict=True):
+        table = hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"])
+        assert_scores(score, expected(table, read, read.get("rows")), TINY)
+        assert_asked(score, table, read, TINY)
+
+
+def test_what_else_is_asked_for_does_not_change_a_candidates_bits(tiny):
+    read = {"prompt_ids": ids(40), "response_ids": ids(50, 1), "candidate_ids": candidates_of(50, 6)}
+    (plain,) = tiny.read_matrix([MatrixRead(**read)])
+    (more,) = tiny.read_matrix([MatrixRead(**read, top_k=8, extras=("tail", "entropy"))])
+    assert more.logprobs.tolist() == plain.logprobs.tolist()
+    assert more.response_logprobs.tolist() == plain.response_logprobs.tolist()
+    (best,) = tiny.read_matrix([MatrixRead(ids(40), ids(50, 1), more.top_ids)])
+    assert best.logprobs.tolist() == more.top_logprobs.tolist()
+
+
+def test_without_rows_there_is_nothing_of_what_is_asked_for(tiny):
+    (score,) = tiny.read_matrix([MatrixRead([5], [], top_k=3, extras=("tail",))])
+    assert score.top_ids.shape == score.top_logprobs.shape == (0, 3)
+    assert score.tail_logprob.shape == (0,)
+    assert score.entropy is None
+
+
 def test_neighbours_and_order_do_not_change_a_score(tiny):
     reads = [MatrixRead(ids(20 + 7 * i, i), ids(60 - 3 * i, 50 + i), ids(16, i)) for i in range(16)]
     alone = [tiny.read_matrix([read])[0] for read in reads]
@@ -369,6 +471,7 @@ def test_chunked_prefill_scores_as_one_prefill_does(tiny, tiny_cramped, tiny_mod
 def test_reads_that_were_preempted_are_exact(tiny_cramped, tiny_model):
     reads = [
         {"prompt_ids": ids(60, i), "response_ids": ids(340, 20 + i), "candidate_ids": candidates_of(340, 8, seed=i)}
+        | ASKED[i % 4]
         for i in range(8)
     ]
     before = tiny_cramped.call(counter, "vllm:num_preemptions")
@@ -377,6 +480,7 @@ def test_reads_that_were_preempted_are_exact(tiny_cramped, tiny_model):
     for read, score in zip(reads, scores, strict=True):
         table = hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"])
         assert_scores(score, expected(table, read), TINY)
+        assert_asked(score, table, read, TINY)
 
 
 # The self-test of a new engine, asked of engines that are as exact as this file says, and of one made to be wrong.
@@ -433,6 +537,10 @@ def test_logits_are_hugging_faces_logits(tiny_logits, tiny_model):
     assert matrix.meta.scores == labels.meta.scores == "logits"
     (padded,) = tiny_logits.read_matrix([MatrixRead([5], [6], [[7, -1]])])
     assert np.isneginf(padded.logprobs).tolist() == [[False, True]]
+    (best,) = tiny_logits.read_matrix([MatrixRead(**read, top_k=9)])
+    wanted = logits[36:-1].topk(9)
+    np.testing.assert_allclose(best.top_logprobs, wanted.values, rtol=0, atol=TINY)
+    np.testing.assert_array_equal(best.logprobs, matrix.logprobs)
 
 
 def test_an_engine_of_logits_passes_its_self_test(tiny_logits):

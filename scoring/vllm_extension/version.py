@@ -1,7 +1,8 @@
-"""The vLLM version that the CPU kernels are written for."""
+"""The vLLM versions that this project's engine runs on, and the one that the CPU kernels are written for."""
 
 import re
 
+ENGINE_SERIES = ("0.32.", "0.33.")
 SUPPORTED = "0.32"
 
 
