@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Collection, Sequence
 
 import numpy as np
 
-from deployments.lanes import Call, Lanes, Outcome
+from deployments.lane import Call
+from deployments.lanes import Lanes, Outcome
 from deployments.replica_calls import ReplicaLost, now
 from scoring.errors import Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores

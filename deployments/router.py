@@ -16,7 +16,8 @@ import numpy as np
 from deployments import pinning
 from deployments.catalog import Catalog
 from deployments.delivery import Part, deliver, failed_part
-from deployments.lanes import Call, Lanes
+from deployments.lane import Call
+from deployments.lanes import Lanes
 from deployments.replica_calls import Replicas, now
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.errors import DeadlineExceeded, TeacherUnavailable, UnknownTeacher

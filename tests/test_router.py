@@ -153,6 +153,61 @@ async def test_a_slow_replica_hands_over_what_waits(router, replicas):
     assert replicas.by_name["a"].steps > 3 * replicas.by_name["b"].steps
 
 
+async def test_a_replica_of_a_rolling_redeploy_is_used_by_its_own_settings(router, replicas):
+    before = only(replicas)
+    batch = asyncio.create_task(router.read_matrix(reads_of(800, 100)))
+    while before.steps < 3:
+        await asyncio.sleep(0.001)
+    after = replicas.by_name["b"] = StandInReplica(step_tokens=4000)
+    await batch
+    assert before.largest_outstanding <= 2000 < after.largest_outstanding <= 8000
+
+
+async def test_first_calls_at_once_ask_one_replica_once_what_it_takes(router, replicas):
+    asked = []
+    for name, replica in replicas.by_name.items():
+
+        async def counted(method, *args, name=name, call=replica.call, **options):
+            if method == "info":
+                asked.append(name)
+                await asyncio.sleep(0.02)
+            return await call(method, *args, **options)
+
+        replica.call = counted
+    await asyncio.gather(*(router.read_matrix([READS[0]]) for _ in range(50)), router.teachers())
+    assert len(asked) == 2 and len(set(asked)) == 1  # "default" has one replica asked, and so has "math"
+
+
+async def test_what_a_replica_takes_is_asked_no_longer_when_all_callers_have_left(router, replicas):
+    for replica in replicas.by_name.values():
+        replica.deaf = True
+    calls = [asyncio.create_task(router.read_matrix([READS[0]])) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    await asyncio.sleep(0.02)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    for replica in replicas.by_name.values():
+        replica.deaf = False
+
+
+async def test_thousands_of_single_reads_take_turns_in_a_time_in_proportion(replicas, monkeypatch):
+    """Counted in looks at calls: of each only a few, however many wait."""
+    looks = 0
+
+    def look(call):
+        nonlocal looks
+        looks += 1
+        return id(call)
+
+    monkeypatch.setattr("deployments.lane.Call.__hash__", look)
+    only(replicas, step_tokens=10_000, step_s=0.001)
+    router = Router("app", CATALOG)
+    await asyncio.gather(*(router.read_matrix(reads_of(1, 50, priority=i % 3)) for i in range(1000)))
+    assert looks < 100 * 1000
+
+
 # ---- loss, silence
 
 
@@ -246,6 +301,17 @@ async def test_a_heartbeat_that_fails_in_an_unforeseen_way_is_silence(router, re
     await asyncio.wait_for(router.read_matrix(reads_of(4, 100)), 5)
 
 
+async def test_reads_of_a_replica_that_leaves_and_falls_silent_are_answered_by_another(router, replicas):
+    await router.read_matrix(READS)  # both are known
+    replicas.by_name["a"].stopped = True
+    reads = reads_of(40, 100)
+    batch = asyncio.create_task(router.read_matrix(reads, timeout_s=60))
+    await asyncio.sleep(0.01)
+    replicas.by_name.pop("a")
+    assert "a" in router.outstanding()["Teacher-default"]  # it owes answers still
+    await check(await asyncio.wait_for(batch, 5), reads)
+
+
 async def test_a_teacher_whose_only_replica_is_silent_keeps_the_deadline(router, replicas):
     only(replicas).stopped = True
     with pytest.raises(DeadlineExceeded):
@@ -276,7 +342,8 @@ async def test_what_waits_at_its_deadline_fails_and_what_was_answered_is_kept(ro
 
 async def test_a_cancelled_call_is_called_off_at_the_replicas(router, replicas):
     task = asyncio.create_task(router.read_matrix(reads_of(1000, 100)))
-    await asyncio.sleep(0.03)
+    while not all(replica.outstanding for replica in replicas.by_name.values()):
+        await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
