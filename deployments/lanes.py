@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from deployments.lane import Call, Chunk, Lane, Settings
 from deployments.replica_calls import POLL_S, ReplicaLost, Replicas, now
 from deployments.shared import Shared
+from scoring.adapters import Adapter
 from scoring.batches import cut_by_tokens
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
@@ -55,7 +56,7 @@ class Lanes:
         self._left: set[Lane] = set()  # of replicas that run no longer, while they owe answers
         self._settings: Settings | None = None  # of the replica that was asked last
         self._watching: asyncio.Task | None = None
-        self._asking = Shared(self._ask)
+        self._asking = Shared(lambda: self._ask("info"))
         self._learning: set[asyncio.Task] = set()
 
     def replicas(self) -> tuple[str, ...]:
@@ -77,12 +78,23 @@ class Lanes:
             TeacherUnavailable: none answered before the deadline.
         """
         running = await self._replicas.wait(deadline)
+        return await self._by(deadline, self._asking.result()), len(self._replicas.running() or running)
+
+    async def adapter_checkpoint(self, adapter: Adapter, deadline: float) -> str:
+        """The hashes of the teacher and of one of its adapters, as the first replica that answers says them.
+
+        Raises:
+            TeacherUnavailable: none answered before the deadline.
+            InvalidAdapter: that replica could not load it.
+        """
+        return await self._by(deadline, self._ask("adapter_checkpoint", adapter))
+
+    async def _by(self, deadline: float, answer: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout_at(deadline):
-                info = await self._asking.result()
+                return await answer
         except TimeoutError:
             raise TeacherUnavailable(f"no replica of teacher {self._replicas.teacher!r} answered in time") from None
-        return info, len(self._replicas.running() or running)
 
     async def place(self, call: Call, reads: np.ndarray, avoid: Collection[str] = ()) -> None:
         """Plan these reads of a call and send what fits; the rest waits its turn.
@@ -184,12 +196,12 @@ class Lanes:
                 self._pump(lane)
             return
 
-    async def _ask(self) -> dict[str, Any]:
-        """What the first replica that answers says of the teacher."""
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """What the first replica that answers says."""
         while True:
             for replica in await self._replicas.wait(float("inf")):
                 try:
-                    return await self._replicas.call(replica, "info", now() + _INFO_S)
+                    return await self._replicas.call(replica, method, now() + _INFO_S, *args)
                 except (ReplicaLost, DeadlineExceeded):
                     continue
             await asyncio.sleep(POLL_S)

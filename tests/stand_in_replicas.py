@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from deployments.replica_calls import ReplicaLost, now
-from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
+from scoring.errors import DeadlineExceeded, InvalidAdapter, Overloaded, ScoringError, TeacherUnavailable
 from tests.stand_in_router import StandInRouter
 
 
@@ -37,7 +37,16 @@ class StandInReplica:
                 self.cancelled += method != "heartbeat"
                 raise
         if method == "info":
-            return {"max_batched_tokens": self.step_tokens, "max_outstanding_tokens": self.limit, "teacher": "default"}
+            return {
+                "max_batched_tokens": self.step_tokens,
+                "max_outstanding_tokens": self.limit,
+                "teacher": "default",
+                "checkpoint": "0123",
+            }
+        if method == "adapter_checkpoint":  # in the place of the batch
+            if batch.path.endswith("broken"):
+                raise InvalidAdapter(f"{batch.path} cannot be read")
+            return f"0123+{batch.path}"
         if method == "heartbeat":
             return {
                 "steps": self.steps,

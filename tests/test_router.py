@@ -551,7 +551,7 @@ async def test_an_unknown_teacher_is_looked_for_once_more_before_it_is_refused(r
             return answer
 
     asking._catalog._ingress = Ingress()
-    assert await asking.names() == ("default", "math")
+    assert await asking.served_by() == CATALOG["deployments"]
     assert len(await asking.read_labels([LabelRead([1], [2], teacher="new")], return_exceptions=True)) == 1
     assert asking._catalog._ingress.asked == 2
     with pytest.raises(UnknownTeacher, match="is 'newer'; the teachers are default, math, new"):
@@ -584,3 +584,53 @@ async def test_a_read_of_an_adapter_travels_with_its_adapter_even_if_that_is_rem
     async for _ in Router("app", catalog).iter_labels(reads, return_exceptions=True):
         catalog["adapters"].pop("polite", None)
     assert seen == [("polite", adapter)] * 2
+
+
+def catalog_with(adapters):
+    """A catalog in which `judge` is an alias of math, and these adapters go over it."""
+    others = dict.fromkeys(["judge", *adapters], "Teacher-math")
+    return CATALOG | {"default": "math", "deployments": CATALOG["deployments"] | others, "adapters": adapters}
+
+
+async def test_an_adapter_says_what_it_goes_over_and_has_a_checkpoint_of_its_own(replicas):
+    adapters = {"polite": Adapter("/adapters/polite", 3), "broken": Adapter("/adapters/broken", 4)}
+    teachers = await Router("app", catalog_with(adapters)).teachers()
+    assert list(teachers) == ["math", "default", "judge", "polite", "broken"]
+    base = {"max_batched_tokens": 1000, "max_outstanding_tokens": 1 << 40, "checkpoint": "0123", "replicas": 2}
+    for name in ("math", "default", "judge"):
+        assert teachers[name] == base | {"teacher": name, "default": name == "math"}
+    of_adapter = {"base": "math", "default": False}
+    assert teachers["polite"] == base | of_adapter | {
+        "teacher": "polite",
+        "adapter": "/adapters/polite",
+        "checkpoint": "0123+/adapters/polite",
+    }
+    assert teachers["broken"] == base | of_adapter | {
+        "teacher": "broken",
+        "adapter": "/adapters/broken",
+        "checkpoint": None,
+    }
+
+
+async def test_a_teacher_without_replicas_has_only_its_name(replicas, monkeypatch):
+    empty = StandInReplicas()
+    monkeypatch.setattr("deployments.router.Replicas", lambda *args: empty if args[1] == "math" else replicas)
+    teachers = await Router("app", catalog_with({"polite": Adapter("/p", 1)})).teachers(timeout_s=0.1)
+    assert teachers["math"] == {"teacher": "math", "default": True, "replicas": 0}
+    assert teachers["polite"] == {"teacher": "polite", "default": False, "replicas": 0, "base": "math", "adapter": "/p"}
+    assert teachers["default"]["replicas"] == 2
+    with pytest.raises(TeacherUnavailable, match="no replica of math, default, judge answered"):
+        replicas.by_name.clear()
+        await Router("app", catalog_with({})).teachers(timeout_s=0.1)
+
+
+async def test_what_is_served_no_longer_is_forgotten(replicas):
+    catalog = catalog_with({"polite": Adapter("/p", 1)})
+    router = Router("app", catalog)
+    await router.teachers()
+    assert router._infos.keys() == {"Teacher-default", "Teacher-math"} == router._lanes.keys()
+    assert router._checkpoints.keys() == {Adapter("/p", 1)}
+    catalog["deployments"] = {"math": "Teacher-math"}
+    catalog["adapters"] = {}
+    await router.teachers()
+    assert router._infos.keys() == {"Teacher-math"} == router._lanes.keys() and not router._checkpoints
