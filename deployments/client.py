@@ -23,8 +23,8 @@ from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores
 
 
 class AsyncScoringClient:
-    """For asynchronous code: `ScoringClient`, whose methods say what they do, with coroutines. `iter_matrix` returns an
-    asynchronous iterator, `submit` an `asyncio.Future`. Use one from one event loop.
+    """For asynchronous code: `ScoringClient`, whose methods say what they do, with coroutines. `iter_matrix` and
+    `iter_labels` return asynchronous iterators, `submit` an `asyncio.Future`. Use one from one event loop.
 
     Args:
         app_name: the Serve application.
@@ -89,6 +89,18 @@ class AsyncScoringClient:
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[tuple[int, MatrixScore]]:
         return self._router.iter_matrix(
+            reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+        )
+
+    def iter_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[tuple[int, LabelScore]]:
+        return self._router.iter_labels(
             reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
         )
 
@@ -172,6 +184,21 @@ class ScoringClient:
         """
         return self._thread.iterate(
             self._router.iter_matrix(
+                reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+            )
+        )
+
+    def iter_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Iterator[tuple[int, LabelScore]]:
+        """(index, score) of every label read as it finishes; otherwise as `iter_matrix`."""
+        return self._thread.iterate(
+            self._router.iter_labels(
                 reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
             )
         )
