@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 from starlette.exceptions import HTTPException
 
 from deployments import placement, record
@@ -57,6 +59,7 @@ _ROOM_CHECK_S = 30.0
 _READY_FOR_S = 1.0  # how long the answer of /ready stands
 _READY_TIMEOUT_S = 5.0
 _ADAPTER_TIMEOUT_S = 60.0
+_DELETED_CHECK_S = 5.0
 _READY_READ_S = 4.0  # the sooner, so that a read's own error is heard
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
 
@@ -85,6 +88,13 @@ class Ingress:
         await asyncio.to_thread(ensure_actor, app_name)
         self._keeping = asyncio.create_task(self._keep_actor(app_name))
         self._watching = asyncio.create_task(self._watch_room(configs))
+
+    def __del__(self) -> None:
+        # Serve calls it when this process ends in good order, and the application may be deleted or only deployed anew.
+        if hasattr(self, "_watching"):
+            asking = threading.Thread(target=_forget_if_deleted, args=(self._app_name,), daemon=True)
+            asking.start()
+            asking.join(_DELETED_CHECK_S)
 
     async def _keep_actor(self, app_name: str) -> None:
         """An actor that has left (it took a restart of Serve for the end, say) is created again."""
@@ -186,6 +196,16 @@ class Ingress:
             await asyncio.to_thread(record.save, self._app_name, document)
         except Exception as error:
             raise TeacherUnavailable(f"the adapters could not be recorded, nothing was changed: {error}") from error
+
+
+def _forget_if_deleted(app_name: str) -> None:
+    """Forget the adapters that were added to an application, where Serve is deleting it."""
+    try:
+        found = serve.status().applications.get(app_name)
+        if found is not None and found.status == ApplicationStatus.DELETING:
+            record.forget_adapters(app_name)
+    except Exception as error:
+        logger.warning("whether the application is deleted could not be asked: %s", error)
 
 
 def build_api(router: Callable[[], Router], limits: BatchLimits) -> FastAPI:
