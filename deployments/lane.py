@@ -14,12 +14,14 @@ import numpy as np
 
 from deployments.replica_calls import now
 from scoring.adapters import Adapter
+from scoring.affinity import Prefixes
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.scores import LabelScores, MatrixScores
 
 _WINDOW_STEPS = 2
 _CHUNKS_A_WINDOW = 4
 _REPORT_FRESH_S = 5.0  # how long a replica's word on other Routers' tokens counts
+_EXPRESS = 1.25  # of the window: how far a call that has nothing outstanding on a lane may fill it
 _SPARE_TURNS = 64
 
 
@@ -49,8 +51,18 @@ class Call:
         self.answer, self.method, self.batch, self.deadline = answer, method, batch, deadline
         self.trace_headers, self.adapters, self.bounded = trace_headers, adapters, bounded
         self.tokens, self.costs = batch.tokens(), batch.costs()  # int64 [N] each
+        self._prefixes: dict[int, Prefixes] = {}  # by the size of a block
         self.outcomes: asyncio.Queue = asyncio.Queue()  # of `Outcome`
         self.tasks: set[asyncio.Task] = set()  # its chunks under way
+
+    def prefixes(self, block: int) -> Prefixes:
+        """Those of its reads that an engine with blocks of so many tokens may take from its cache."""
+        if block not in self._prefixes:
+            adapters = [(self.adapters or {}).get(name) for name in self.batch.teachers]
+            serials = np.array([0 if adapter is None else adapter.serial for adapter in adapters], np.int64)
+            salts = serials[self.batch.teacher_index]
+            self._prefixes[block] = Prefixes(self.batch.ids, self.batch.offsets, self.batch.reusable(), block, salts)
+        return self._prefixes[block]
 
 
 @dataclass(eq=False)
@@ -60,6 +72,7 @@ class Chunk:
     call: Call
     reads: np.ndarray  # int64 [n]
     tokens: int
+    work: int  # tokens, without those that the engine it was planned for should find in its cache
     priority: int
     done: bool = False
     lanes: set[Lane] = field(default_factory=set)  # it waits in or was sent from; two when it was hedged
@@ -70,17 +83,27 @@ class Chunk:
 class Settings:
     """What a replica takes."""
 
-    window: int  # tokens that this process keeps outstanding there
+    window: int  # tokens of work that this process keeps outstanding there
     limit: int  # `max_outstanding_tokens`, of all processes
+    block: int  # tokens of a block of its prefix cache; 0 without one
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Settings:
-        return cls(_WINDOW_STEPS * info["max_batched_tokens"], info["max_outstanding_tokens"])
+        block = info["block_size"] if info.get("prefix_reuse") else 0
+        return cls(_WINDOW_STEPS * info["max_batched_tokens"], info["max_outstanding_tokens"], block)
 
     @property
     def chunk(self) -> int:
-        """Tokens that travel together, about."""
+        """Tokens of work that travel together, about."""
         return max(self.window // _CHUNKS_A_WINDOW, 1)
+
+    def work(self, tokens: np.ndarray, reused: np.ndarray) -> np.ndarray:
+        """int64 [n]: the work for reads of which the engine should find so many tokens in its cache.
+
+        A token that is found counts too, so that a full window is no more than half of what the replica takes.
+        """
+        least = tokens * 2 * self.window // self.limit
+        return np.maximum(tokens - reused, np.minimum(least, tokens))
 
 
 class Lane:
@@ -90,19 +113,17 @@ class Lane:
         self.replica, self.settings = replica, settings
         self.waiting: dict[Call, deque[Chunk]] = {}
         self.sent: dict[Chunk, float] = {}  # with the time
-        self.sent_by: Counter[Call] = Counter()  # tokens
-        self.waiting_tokens = self.sent_tokens = 0
+        self.sent_by: Counter[Call] = Counter()  # work
+        self.load = self.sent_load = 0  # work of all that is here, and of what is sent
+        self.tokens = self.sent_tokens = 0  # the same in tokens, cached or not
+        self.version: tuple[int, str] | None = None  # of the weights, in its last answer
         self.refuses_until = 0.0
         self.silent = False
         self._others, self._others_until = 0, 0.0
-        # A heap of (priority, tokens under way, number, call); an entry that is no longer so is passed over.
+        self._work: dict[Chunk, int] = {}
+        # A heap of (priority, work under way, number, call); an entry that is no longer so is passed over.
         self._turns: list[tuple[int, int, int, Call]] = []
         self._number = itertools.count()
-
-    @property
-    def load(self) -> int:
-        """Tokens of this process ahead of whatever is planned here next."""
-        return self.waiting_tokens + self.sent_tokens
 
     @property
     def others(self) -> int:
@@ -113,49 +134,69 @@ class Lane:
         """Take in what the replica says is outstanding there, of all Routers."""
         self._others, self._others_until = max(outstanding - self.sent_tokens, 0), now() + _REPORT_FRESH_S
 
-    def add(self, chunk: Chunk, first: bool = False) -> None:
+    def add(self, chunk: Chunk, hedge: bool = False) -> None:
+        """Have a chunk wait here; one that was planned for another lane before all others of its call, and without
+        counting on what is cached there."""
         queue = self.waiting.setdefault(chunk.call, deque())
-        queue.appendleft(chunk) if first else queue.append(chunk)
+        queue.appendleft(chunk) if hedge else queue.append(chunk)
         chunk.lanes.add(self)
-        self.waiting_tokens += chunk.tokens
+        self._work[chunk] = chunk.tokens if hedge else chunk.work
+        self.load += self._work[chunk]
+        self.tokens += chunk.tokens
         if queue[0] is chunk:
             self._set_turn(chunk.call)
 
     def next(self) -> Chunk:
         """The chunk whose turn it is: the most urgent; among equals, that of the call with least under way here."""
         while True:
-            priority, tokens, _, call = self._turns[0]
-            if call in self.waiting and (priority, tokens) == (self.waiting[call][0].priority, self.sent_by[call]):
+            priority, work, _, call = self._turns[0]
+            if call in self.waiting and (priority, work) == (self.waiting[call][0].priority, self.sent_by[call]):
                 return self.waiting[call][0]
             heapq.heappop(self._turns)
 
     def take(self, call: Call) -> Iterable[Chunk]:
         """Remove and return the chunks of a call that wait."""
         chunks = self.waiting.pop(call, ())
-        self.waiting_tokens -= sum(chunk.tokens for chunk in chunks)
+        for chunk in chunks:
+            self._drop(chunk)
         return chunks
 
-    def take_first(self, chunk: Chunk) -> None:
+    def has_room(self, chunk: Chunk) -> bool:
+        """Whether the window has room for the chunk whose turn it is; on an idle lane it has."""
+        room = self.settings.window * (1 if self.sent_by[chunk.call] else _EXPRESS)
+        return not self.sent or self.sent_load + self._work[chunk] <= room
+
+    def send_next(self) -> Chunk | None:
+        """Take the chunk whose turn it is as sent; None where its answer has come from elsewhere meanwhile."""
+        chunk = self.next()
         queue = self.waiting[chunk.call]
         queue.popleft()
         if not queue:
             del self.waiting[chunk.call]
-        self.waiting_tokens -= chunk.tokens
+        if chunk.done:
+            self._drop(chunk)
+        else:
+            self.sent[chunk] = now()
+            self.sent_tokens += chunk.tokens
+            self.sent_load += self._work[chunk]
+            self.sent_by[chunk.call] += self._work[chunk]
         self._set_turn(chunk.call)
-
-    def send(self, chunk: Chunk) -> None:
-        self.sent[chunk] = now()
-        self.sent_tokens += chunk.tokens
-        self.sent_by[chunk.call] += chunk.tokens
-        self._set_turn(chunk.call)
+        return None if chunk.done else chunk
 
     def settle(self, chunk: Chunk) -> None:
+        """The call that a chunk was sent with has ended."""
         del self.sent[chunk]
         self.sent_tokens -= chunk.tokens
-        self.sent_by[chunk.call] -= chunk.tokens
+        self.sent_load -= self._work[chunk]
+        self.sent_by[chunk.call] -= self._work[chunk]
         if not self.sent_by[chunk.call]:
             del self.sent_by[chunk.call]
+        self._drop(chunk)
         self._set_turn(chunk.call)
+
+    def _drop(self, chunk: Chunk) -> None:
+        self.load -= self._work.pop(chunk)
+        self.tokens -= chunk.tokens
 
     def _set_turn(self, call: Call) -> None:
         """Call this when what decides the call's turn has changed."""

@@ -22,6 +22,7 @@ from deployments.lane import Call, Chunk, Lane, Settings
 from deployments.replica_calls import POLL_S, ReplicaLost, Replicas, now
 from deployments.shared import Shared
 from scoring.adapters import Adapter
+from scoring.affinity import Affinity, alone, find_groups, plan_by_prefix
 from scoring.batches import cut_by_tokens
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
@@ -29,7 +30,6 @@ from scoring.sharding import plan
 
 logger = logging.getLogger(__name__)
 
-_EXPRESS = 1.25  # of the window: how far a call that has nothing outstanding on a lane may fill it
 _REFUSAL_S = 0.1  # how long a replica that refused is left alone
 _WATCH_S = 1.0
 _QUIET_S = 2.0  # a chunk under way for longer makes its lane ask for the replica's heartbeat
@@ -56,6 +56,7 @@ class Lanes:
         self._left: set[Lane] = set()  # of replicas that run no longer, while they owe answers
         self._settings: Settings | None = None  # of the replica that was asked last
         self._watching: asyncio.Task | None = None
+        self._affinity = Affinity()
         self._asking = Shared(lambda: self._ask("info"))
         self._learning: set[asyncio.Task] = set()
 
@@ -64,10 +65,11 @@ class Lanes:
         return tuple(self._lanes)
 
     def outstanding(self) -> dict[str, int]:
-        """The ledger: tokens of this process that wait for or are outstanding on each replica that has any."""
+        """The ledger: tokens of this process, cached or not, that wait for or are outstanding on each replica that has
+        any."""
         tokens = Counter()
         for lane in (*self._lanes.values(), *self._left):
-            tokens[lane.replica] += lane.load
+            tokens[lane.replica] += lane.tokens
         return dict(+tokens)
 
     async def info(self, deadline: float) -> tuple[dict[str, Any], int]:
@@ -96,13 +98,14 @@ class Lanes:
         except TimeoutError:
             raise TeacherUnavailable(f"no replica of teacher {self._replicas.teacher!r} answered in time") from None
 
-    async def place(self, call: Call, reads: np.ndarray, avoid: Collection[str] = ()) -> None:
+    async def place(self, call: Call, reads: np.ndarray, avoid: Collection[str] = (), again: bool = False) -> None:
         """Plan these reads of a call and send what fits; the rest waits its turn.
 
         Args:
             call: the call.
             reads: int64, places in its batch.
             avoid: replicas to leave out while there are others.
+            again: they were lost before: count on nothing that a replica should have in its cache.
 
         Raises:
             TeacherUnavailable: no replica came before the call's deadline.
@@ -113,13 +116,14 @@ class Lanes:
         if set(running).isdisjoint(self._lanes):  # the first, or a redeploy that may have other settings
             info, _ = await self.info(call.deadline)
             self._settings = Settings.of(info)
-            running = self._replicas.running() or running
-        self._follow(running)
+        if self._settings.block:
+            await asyncio.to_thread(call.prefixes, self._settings.block)  # a big batch takes a while
+        self._follow(self._replicas.running() or running)
         if now() >= call.deadline:  # past `expire`: what waited now would wait for ever
             raise DeadlineExceeded("no replica took it before its deadline (timeout_s)")
         if call.bounded:
             self._admit(int(call.tokens[reads].sum()))
-        self._plan(call, reads, avoid)
+        self._plan(call, reads, avoid, again)
 
     def withdraw(self, call: Call) -> None:
         """Forget a call: what waits is dropped, what was sent is cancelled."""
@@ -137,7 +141,7 @@ class Lanes:
                 self._copy_ended(lane, chunk, error)
 
     def _admit(self, tokens: int) -> None:
-        load = sum(lane.load + lane.others for lane in self._lanes.values())
+        load = sum(lane.tokens + lane.others for lane in self._lanes.values())
         limit = sum(lane.settings.limit for lane in self._lanes.values())
         if load and load + tokens > limit:
             raise Overloaded(
@@ -146,15 +150,25 @@ class Lanes:
                 retry_after_s=1.0,
             )
 
-    def _plan(self, call: Call, reads: np.ndarray, avoid: Collection[str] = ()) -> None:
+    def _plan(self, call: Call, reads: np.ndarray, avoid: Collection[str] = (), again: bool = False) -> None:
         lanes, costs = self._usable(avoid), call.costs[reads]
         # Routers do not see each other's plans. Without a tilt, many of them with few reads each would agree on the
         # same replicas; what they last heard of each other's load is too old to prevent it, and makes it worse.
         tilt = int(costs.mean()) // 2
-        shards = plan(costs, {lane.replica: lane.load + random.randint(0, tilt) for lane in lanes})
+        loads = {lane.replica: lane.load + random.randint(0, tilt) for lane in lanes}
+        blocks = {lane.settings.block for lane in lanes}
+        if len(blocks) > 1 or not (block := blocks.pop()):  # none reuses prefixes, or not all do in the same way
+            shards = plan(costs, loads)
+            parts = {name: alone(shard, call.batch.priority[reads]) for name, shard in shards.items()}
+        else:
+            groups = find_groups(call.prefixes(block), reads)
+            homes, held = self._affinity.homes(groups) if not again else ({}, np.zeros_like(groups.tokens))
+            parts = plan_by_prefix(costs, call.batch.priority[reads], loads, groups, homes, held)
+            self._affinity.keep(groups, {name: part.reads for name, part in parts.items()})
         for lane in lanes:
-            for chunk in _cut(call, reads[shards.get(lane.replica, _NONE)], lane.settings.chunk):
-                lane.add(chunk)
+            if part := parts.get(lane.replica):
+                for chunk in _cut(call, reads[part.reads], part.reused, lane.settings):
+                    lane.add(chunk)
             self._pump(lane)
 
     def _usable(self, avoid: Collection[str] = ()) -> list[Lane]:
@@ -173,6 +187,7 @@ class Lanes:
         if set(running) == set(self._lanes):
             return
         lost = [lane for name, lane in self._lanes.items() if name not in running]
+        self._affinity.forget({lane.replica for lane in lost})
         self._left.update(lane for lane in lost if lane.sent)
         added = [Lane(name, self._settings) for name in running if name not in self._lanes]
         if added and self._lanes:  # of a rolling redeploy, perhaps, with other settings than those before
@@ -223,14 +238,10 @@ class Lanes:
     def _pump(self, lane: Lane) -> None:
         """Send what the lane's window has room for."""
         while lane.waiting and now() >= lane.refuses_until:
-            chunk = lane.next()
-            room = lane.settings.window * (1 if lane.sent_by[chunk.call] else _EXPRESS)
-            if lane.sent and lane.sent_tokens + chunk.tokens > room:
+            if not lane.has_room(lane.next()):
                 return
-            lane.take_first(chunk)
-            if chunk.done:
+            if (chunk := lane.send_next()) is None:
                 continue
-            lane.send(chunk)
             task = asyncio.create_task(self._send(lane, chunk))
             chunk.tasks.add(task)
             chunk.call.tasks.add(task)
@@ -254,7 +265,7 @@ class Lanes:
     def _go_on(self, lane: Lane) -> None:
         """Send what there is room for now; a lane about to run dry shares what waits at others."""
         self._pump(lane)
-        if not lane.waiting and lane.sent_tokens <= lane.settings.chunk:
+        if not lane.waiting and lane.sent_load <= lane.settings.chunk:
             self._share_with(lane)
 
     def _share_with(self, idle: Lane) -> None:
@@ -288,7 +299,16 @@ class Lanes:
         else:
             lane.hear(outstanding + chunk.tokens)  # this chunk is settled there, not yet here
             lane.silent = False
+            self._note_version(lane, scores)
             self._ended(chunk, scores, lane.replica)
+
+    def _note_version(self, lane: Lane, scores: MatrixScores | LabelScores) -> None:
+        """New weights have nothing in their cache."""
+        for meta in scores.metas[:1]:
+            version = meta.weight_version, meta.checkpoint.split("+")[0]  # without an adapter's
+            if version != lane.version and lane.version is not None:
+                self._affinity.forget({lane.replica})
+            lane.version = version
 
     def _copy_ended(self, lane: Lane, chunk: Chunk, error: ScoringError | ReplicaLost) -> None:
         """A copy came to nothing: with the last one, so does the chunk."""
@@ -349,19 +369,17 @@ class Lanes:
         others = [lane for lane in self._lanes.values() if not lane.silent and chunk not in lane.sent]
         if others and all(lane.silent for lane in chunk.lanes):
             least = min(others, key=lambda lane: lane.load)
-            least.add(chunk, first=True)
+            least.add(chunk, hedge=True)
             self._pump(least)
 
 
-_NONE = np.zeros(0, dtype=np.int64)
-
-
-def _cut(call: Call, reads: np.ndarray, size: int) -> Iterable[Chunk]:
-    """Chunks of about `size` tokens, the most urgent reads first."""
-    reads = reads[np.argsort(call.batch.priority[reads], kind="stable")]
+def _cut(call: Call, reads: np.ndarray, reused: np.ndarray, settings: Settings) -> Iterable[Chunk]:
+    """Chunks of about half an engine step's work."""
     tokens = call.tokens[reads]
-    for part in cut_by_tokens(tokens, size):
-        yield Chunk(call, reads[part], int(tokens[part].sum()), int(call.batch.priority[reads[part[0]]]))
+    work = settings.work(tokens, reused)
+    for part in cut_by_tokens(work, settings.chunk):
+        most_urgent = int(call.batch.priority[reads[part[0]]])
+        yield Chunk(call, reads[part], int(tokens[part].sum()), int(work[part].sum()), most_urgent)
 
 
 def _age(lane: Lane) -> float:

@@ -333,6 +333,15 @@ class MatrixBatch(_Ragged):
         """
         return self.tokens() + self.row_counts() // 4
 
+    def reusable(self) -> np.ndarray:
+        """int64 [N]: tokens at the start of each read that an engine may take from its cache: those before the token
+        that the first scored row is predicted at."""
+        first = np.zeros(len(self), dtype=np.int64)
+        asked = np.flatnonzero(np.diff(self.row_offsets))
+        if len(asked):
+            first[asked] = np.minimum.reduceat(self.rows, self.row_offsets[asked])
+        return np.clip(self.prompt_lens - 1 + first, 0, self.tokens())
+
     def row_counts(self) -> np.ndarray:
         """int64 [N]: rows that each read asks for."""
         return np.where(self.modes & ROWS, np.diff(self.row_offsets), self.tokens() - self.prompt_lens)
@@ -411,6 +420,10 @@ class LabelBatch(_Ragged):
     def costs(self) -> np.ndarray:
         """int64 [N]: the engine's work for each read, in tokens."""
         return self.tokens()
+
+    def reusable(self) -> np.ndarray:
+        """int64 [N]: tokens at the start of each read that an engine may take from its cache: all but the last."""
+        return np.maximum(self.tokens() - 1, 0)
 
     def request_bytes(self) -> np.ndarray:
         """int64 [N]: what each read adds to the size of a batch."""
