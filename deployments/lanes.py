@@ -34,6 +34,7 @@ _REFUSAL_S = 0.1  # how long a replica that refused is left alone
 _WATCH_S = 1.0
 _QUIET_S = 2.0  # a chunk under way for longer makes its lane ask for the replica's heartbeat
 _STALL_S, _STALL_STEPS = 8.0, 3  # no step for the larger of these: seconds, multiples of the longest step seen
+_LONG = 1 << 20  # tokens of a batch whose prefixes are hashed beside the event loop
 _INFO_S = 2.0  # how long one replica may take to say what it is
 
 
@@ -116,8 +117,8 @@ class Lanes:
         if set(running).isdisjoint(self._lanes):  # the first, or a redeploy that may have other settings
             info, _ = await self.info(call.deadline)
             self._settings = Settings.of(info)
-        if self._settings.block:
-            await asyncio.to_thread(call.prefixes, self._settings.block)  # a big batch takes a while
+        if self._settings.block and len(call.batch.ids) > _LONG:
+            await asyncio.to_thread(call.prefixes, self._settings.block)
         self._follow(self._replicas.running() or running)
         if now() >= call.deadline:  # past `expire`: what waited now would wait for ever
             raise DeadlineExceeded("no replica took it before its deadline (timeout_s)")
