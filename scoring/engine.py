@@ -142,6 +142,8 @@ class TeacherEngine:
         self._watch: asyncio.Task | None = None
         self._canary: asyncio.Task | None = None
         self._canary_error: ScoringError | None = None
+        for params in (self._scoring_params(np.zeros((1, 1), np.int32), 0), _label_params([0])):
+            refuse_unreplaced(params)  # those of all reads, but for their ids
         # The usage context chooses vLLM's defaults for steps: a server's are twice an embedded engine's.
         context = UsageContext.OPENAI_API_SERVER
         args = AsyncEngineArgs(**engine_arguments(settings))
@@ -501,14 +503,7 @@ class TeacherEngine:
     ) -> _Answer:
         self.limits.check_label(read)
         self._check_version(read)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            logprob_token_ids=list(dict.fromkeys(read.label_ids.tolist())),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        refuse_unreplaced(params)
+        params = _label_params(list(dict.fromkeys(read.label_ids.tolist())))
         with _vllm_errors():
             (answer,) = await next_token_label_reads(
                 _UnlessAborted(self._llm),
@@ -541,7 +536,6 @@ class TeacherEngine:
         adapter: LoRARequest | None,
     ) -> RequestOutput:
         """One request to its end. Cancelling it aborts the request in the engine."""
-        refuse_unreplaced(params)
         output = None
         with _vllm_errors():
             async for answer in self._llm.generate(
@@ -602,10 +596,6 @@ class TeacherEngine:
         )
 
 
-def _lora_request(adapter: Adapter) -> LoRARequest:
-    return LoRARequest(f"{adapter.path}@{adapter.serial}", adapter.serial, adapter.path)
-
-
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """The engine's answer to one read, or why there is none."""
@@ -626,6 +616,20 @@ def _next_token(output: RequestOutput) -> int:
 
 def _failure(error: ScoringError) -> _Answer:
     return _Answer(np.zeros((0, 1), np.float32), np.zeros(0, np.int64), 0, 0, 0, error=error)
+
+
+def _label_params(labels: list[int]) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        logprob_token_ids=labels,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _lora_request(adapter: Adapter) -> LoRARequest:
+    return LoRARequest(f"{adapter.path}@{adapter.serial}", adapter.serial, adapter.path)
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
