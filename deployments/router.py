@@ -160,7 +160,7 @@ class Router:
         return_exceptions: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[tuple[int, LabelScore]]:
-        """(index, score) of every label read, as they finish."""
+        """(index, score) of every label read, as they finish; otherwise as `iter_matrix`."""
         batch = LabelBatch.of(reads)
         parts = self._parts(LabelScores, "read_labels", batch, timeout_s, trace_headers)
         return _one_by_one(parts, return_exceptions)

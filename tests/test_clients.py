@@ -2,8 +2,8 @@
 
 import pytest
 
+from deployments.catalog import Catalog
 from deployments.client import AsyncScoringClient, ScoringClient
-from deployments.router import Router
 from scoring import LabelRead, MatrixRead
 from scoring.errors import InvalidRead
 from tests.stand_in_replicas import StandInReplica, StandInReplicas
@@ -16,7 +16,7 @@ def made(monkeypatch):
     replicas = StandInReplicas(a=StandInReplica(), b=StandInReplica())
     monkeypatch.setattr("deployments.router.Replicas", lambda *args: replicas)
     monkeypatch.setattr("deployments.client._connect", lambda app_name: None)
-    monkeypatch.setattr("deployments.client.Router", lambda app_name: Router(app_name, CATALOG))
+    monkeypatch.setattr("deployments.router.Catalog", lambda app_name, known: Catalog(app_name, CATALOG))
     return lambda client: client("app")
 
 
@@ -39,6 +39,7 @@ async def test_so_they_are_to_asynchronous_code(made):
         assert [seen[i].logprobs.tolist() for i in range(100)] == [[-i] for i in range(100)]
         seen = {i: score async for i, score in client.iter_labels(BAD, return_exceptions=True)}
         assert isinstance(seen[3], InvalidRead)
+        assert (await client.submit(LABELS[7])).logprobs.tolist() == [-7]
 
 
 def test_a_client_that_is_closed_says_so(made):
