@@ -22,7 +22,6 @@ _WINDOW_STEPS = 2
 _CHUNKS_A_WINDOW = 4
 _REPORT_FRESH_S = 5.0  # how long a replica's word on other Routers' tokens counts
 _EXPRESS = 1.25  # of the window: how far a call that has nothing outstanding on a lane may fill it
-_SPARE_TURNS = 64
 
 
 class Call:
@@ -201,11 +200,10 @@ class Lane:
     def _set_turn(self, call: Call) -> None:
         """Call this when what decides the call's turn has changed."""
         if call in self.waiting:
-            entry = self.waiting[call][0].priority, self.sent_by[call], next(self._number), call
-            heapq.heappush(self._turns, entry)
-        if len(self._turns) > 2 * len(self.waiting) + _SPARE_TURNS:  # so that it keeps no call that has ended
-            calls, self._turns = tuple(self.waiting), []
-            for call in calls:
-                entry = self.waiting[call][0].priority, self.sent_by[call], next(self._number), call
-                self._turns.append(entry)
+            heapq.heappush(self._turns, self._turn(call))
+        if len(self._turns) > 2 * len(self.waiting):  # so that it keeps few calls, and their batches, that have ended
+            self._turns = [self._turn(call) for call in self.waiting]
             heapq.heapify(self._turns)
+
+    def _turn(self, call: Call) -> tuple[int, int, int, Call]:
+        return self.waiting[call][0].priority, self.sent_by[call], next(self._number), call

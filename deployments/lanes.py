@@ -188,7 +188,8 @@ class Lanes:
         if set(running) == set(self._lanes):
             return
         lost = [lane for name, lane in self._lanes.items() if name not in running]
-        self._affinity.forget({lane.replica for lane in lost})
+        if lost:
+            self._affinity.forget({lane.replica for lane in lost})
         self._left.update(lane for lane in lost if lane.sent)
         added = [Lane(name, self._settings) for name in running if name not in self._lanes]
         if added and self._lanes:  # of a rolling redeploy, perhaps, with other settings than those before

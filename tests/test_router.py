@@ -209,6 +209,8 @@ async def test_thousands_of_single_reads_take_turns_in_a_time_in_proportion(repl
     router = Router("app", CATALOG)
     await asyncio.gather(*(router.read_matrix(reads_of(1, 50, priority=i % 3)) for i in range(1000)))
     assert looks < 100 * 1000
+    (lane,) = router._lanes["Teacher-default"]._lanes.values()
+    assert not lane._turns  # which would keep batches that are answered
 
 
 # ---- prefixes
