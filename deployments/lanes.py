@@ -88,7 +88,7 @@ class Lanes:
 
         Raises:
             TeacherUnavailable: none answered before the deadline.
-            InvalidAdapter: that replica could not load it.
+            InvalidAdapter: that replica found no weights in its folder.
         """
         return await self._by(deadline, self._ask("adapter_checkpoint", adapter))
 
@@ -152,20 +152,21 @@ class Lanes:
             )
 
     def _plan(self, call: Call, reads: np.ndarray, avoid: Collection[str] = (), again: bool = False) -> None:
-        lanes, costs = self._usable(avoid), call.costs[reads]
+        lanes, costs, priority = self._usable(avoid), call.costs[reads], call.batch.priority[reads]
+        blocks = {lane.settings.block for lane in lanes}
+        block = blocks.pop() if len(blocks) == 1 else 0  # not all reuse prefixes in the same way: a redeploy rolls
+        groups = find_groups(call.prefixes(block), reads) if block else None
+        saved = int(groups.tokens[groups.of_read].sum() - groups.tokens.sum()) if groups else 0
         # Routers do not see each other's plans. Without a tilt, many of them with few reads each would agree on the
         # same replicas; what they last heard of each other's load is too old to prevent it, and makes it worse.
-        tilt = int(costs.mean()) // 2
+        tilt = (int(costs.sum()) - saved) // len(reads) // 2
         loads = {lane.replica: lane.load + random.randint(0, tilt) for lane in lanes}
-        blocks = {lane.settings.block for lane in lanes}
-        if len(blocks) > 1 or not (block := blocks.pop()):  # none reuses prefixes, or not all do in the same way
-            shards = plan(costs, loads)
-            parts = {name: alone(shard, call.batch.priority[reads]) for name, shard in shards.items()}
-        else:
-            groups = find_groups(call.prefixes(block), reads)
+        if groups:
             homes, held = self._affinity.homes(groups) if not again else ({}, np.zeros_like(groups.tokens))
-            parts = plan_by_prefix(costs, call.batch.priority[reads], loads, groups, homes, held)
+            parts = plan_by_prefix(costs, priority, loads, groups, homes, held)
             self._affinity.keep(groups, {name: part.reads for name, part in parts.items()})
+        else:
+            parts = {name: alone(shard, priority) for name, shard in plan(costs, loads).items()}
         for lane in lanes:
             if part := parts.get(lane.replica):
                 for chunk in _cut(call, reads[part.reads], part.reused, lane.settings):
@@ -205,7 +206,7 @@ class Lanes:
         for newcomer in newcomers:
             try:
                 info = await self._replicas.call(newcomer.replica, "info", now() + _INFO_S)
-            except (ReplicaLost, ScoringError):
+            except Exception:  # whatever it is, another may answer
                 continue
             self._settings = Settings.of(info)
             for lane in newcomers:
