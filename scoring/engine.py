@@ -503,19 +503,19 @@ class TeacherEngine:
     ) -> _Answer:
         self.limits.check_label(read)
         self._check_version(read)
-        params = _label_params(list(dict.fromkeys(read.label_ids.tolist())))
+        labels = list(dict.fromkeys(read.label_ids.tolist()))
         with _vllm_errors():
             (answer,) = await next_token_label_reads(
                 _UnlessAborted(self._llm),
                 [tokens_input(read.prompt_ids.tolist())],
-                [params],
+                [_label_params(labels)],
                 self._request_id("label"),
                 lora_request=adapter,
                 priority=read.priority,
                 trace_headers=trace_headers,
             )
         self._check_prompt(answer.result, len(read.prompt_ids))
-        by_id = dict(zip(params.logprob_token_ids, answer.logprobs, strict=True))
+        by_id = dict(zip(labels, answer.logprobs, strict=True))
         values = check_label_answer([by_id[label] for label in read.label_ids.tolist()])
         return _Answer(
             values,
