@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scoring.affinity import Affinity, Prefixes, find_groups, plan_by_prefix
 from scoring.batches import MatrixBatch
 from scoring.reads import MatrixRead
 from scoring.sharding import plan
 
 SIGMAS = {"narrow": 0.5, "wide": 0.8}
 MOST_TOKENS = 32_768
+BLOCK = 32  # tokens
 READS_PER_REPLICA = 5
 UTILISATION = 0.8
 WARM_UP = 5  # steps that are not counted
@@ -57,6 +59,46 @@ def time_plan(seed: int, reads: int, replicas: int, kind: str) -> tuple[float, f
     seconds = time.perf_counter() - start
     least = lower_bound(costs, replicas)
     return seconds, max(costs[s].sum() for s in shards.values()) / least, longest_first(costs, replicas) / least
+
+
+def sharing_batch(rng: np.random.Generator, reads: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids int32, offsets int64 [N + 1] and prompt lengths int64 [N] of reads, of which `kind` says what they share."""
+    if kind == "256 labels of a rubric":  # of 512 tokens, and an answer of 16 each
+        prompts, lengths, shared = np.full(reads, 528), np.full(reads, 528), np.full(reads, 512)
+        of_one = 256
+    else:
+        of_one = 8 if kind == "8 samples a prompt" else 1
+        parts = [
+            np.minimum(rng.lognormal(np.log(m), 0.5, reads), MOST_TOKENS // 2).astype(int) + 1 for m in (700, 2500)
+        ]
+        prompts = np.repeat(parts[0][::of_one], of_one)[:reads]
+        lengths, shared = prompts + parts[1], prompts
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    ids = rng.integers(0, 150_000, offsets[-1], dtype=np.int32)
+    for i in range(reads):
+        if i % of_one:
+            first, start = offsets[i - i % of_one], offsets[i]
+            ids[start : start + shared[i]] = ids[first : first + shared[i]]
+    return ids, offsets, prompts
+
+
+def time_plan_by_prefix(seed: int, reads: int, replicas: int, kind: str) -> tuple[float, ...]:
+    """Seconds to hash a batch, to plan it, and to plan it when it comes again; the fullest replica's prefilled tokens
+    over the mean; all tokens prefilled over those without reuse; and the share of reads that stay where they were."""
+    ids, offsets, prompts = sharing_batch(np.random.default_rng(seed), reads, kind)
+    loads, affinity, everything = {f"{i:05}": 0 for i in range(replicas)}, Affinity(), np.arange(reads)
+    costs, priority = np.diff(offsets), np.zeros(reads, np.int32)
+    seconds, parts = [time.perf_counter()], []
+    prefixes = Prefixes(ids, offsets, prompts - 1, BLOCK, np.zeros(reads, np.int64))
+    seconds.append(time.perf_counter())
+    for _ in range(2):
+        groups = find_groups(prefixes, everything)
+        parts.append(plan_by_prefix(costs, priority, loads, groups, *affinity.homes(groups)))
+        affinity.keep(groups, {name: part.reads for name, part in parts[-1].items()})
+        seconds.append(time.perf_counter())
+    work = [int((costs[part.reads] - part.reused).sum()) for part in parts[0].values()]
+    stayed = sum(len(np.intersect1d(part.reads, parts[0][name].reads)) for name, part in parts[1].items()) / reads
+    return *np.diff(seconds), max(work) / (sum(work) / replicas), sum(work) / costs.sum(), stayed
 
 
 class Cluster:
@@ -221,6 +263,16 @@ def print_plans(args: argparse.Namespace) -> None:
             print(f"{reads:9} {replicas:8} {kind:8} {seconds:>24} {ours:>26} {plain:>26}")
 
 
+def print_plans_by_prefix(args: argparse.Namespace) -> None:
+    reads, replicas, repeats = 100_000, 1000, 2 if args.quick else args.repeats
+    print(f"\n{reads} reads over {replicas} idle replicas that reuse prefixes: median [least, most] of {repeats}")
+    heads = ("hashed, s", "planned, s", "again, s", "fullest / mean", "prefilled / all", "at home again")
+    print(f"{'reads share':24}" + "".join(f"{head:>24}" for head in heads))
+    for kind in ("nothing", "8 samples a prompt", "256 labels of a rubric"):
+        runs = [time_plan_by_prefix(args.seed + i, reads, replicas, kind) for i in range(repeats)]
+        print(f"{kind:24}" + "".join(f"{spread(column, '.3f'):>24}" for column in zip(*runs, strict=True)))
+
+
 def print_policies(args: argparse.Namespace) -> None:
     replicas, steps = (64, 15) if args.quick else (128, 30)
     print(f"\n{steps} steps of {READS_PER_REPLICA} reads for each of {replicas} replicas, {UTILISATION:.0%} busy.")
@@ -274,6 +326,7 @@ def main() -> None:
     parser.add_argument("--replica-speed", type=float, default=20_000, help="tokens/s that one replica prefills")
     args = parser.parse_args()
     print_plans(args)
+    print_plans_by_prefix(args)
     print_policies(args)
     print_bytes(args)
 

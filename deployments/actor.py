@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from deployments import record
 from deployments.router import Router
 from scoring.batches import SCHEMA_VERSION, LabelBatch, MatrixBatch
 from scoring.reads import LabelRead, MatrixRead
@@ -128,7 +129,10 @@ def _leave_with_application(app_name: str, actor: ray.actor.ActorHandle) -> None
         time.sleep(_APP_CHECK_S)
         missed = 0 if _runs(app_name) else missed + 1
     logger.info("application %s is gone; its actor leaves", app_name)
-    ray.kill(actor)
+    try:
+        record.forget_adapters(app_name)  # where its ingress has not come to it
+    finally:
+        ray.kill(actor)
 
 
 def _runs(app_name: str) -> bool:

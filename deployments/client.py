@@ -1,6 +1,6 @@
 """`ScoringClient` and `AsyncScoringClient`: both reads from any process of the Ray cluster.
 
-Each holds a Router of its own: answers come straight from the replicas. Outside the cluster, use
+Each has a Router of its own: answers come straight from the replicas. Outside the cluster, use
 `scoring.http_client`, which has the same methods.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -22,9 +22,11 @@ from scoring.reads import LabelRead, MatrixRead
 from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores
 
 
-class AsyncScoringClient:
-    """For asynchronous code: `ScoringClient`, whose methods say what they do, with coroutines. `iter_matrix` returns an
-    asynchronous iterator, `submit` an `asyncio.Future`. Use one from one event loop.
+class AsyncScoringClient(Router):
+    """For asynchronous code: a `Router` of the caller's own, with `submit`. Use one from one event loop.
+
+    `ScoringClient` has the same methods; what are coroutines here are ordinary ones there, `iter_matrix` and
+    `iter_labels` give asynchronous iterators here, and `submit` an `asyncio.Future`.
 
     Args:
         app_name: the Serve application.
@@ -35,65 +37,21 @@ class AsyncScoringClient:
 
     def __init__(self, app_name: str = APP_NAME) -> None:
         _connect(app_name)
-        self._router = Router(app_name)
-        self._coalescer = _coalescer(self._router)
+        super().__init__(app_name)
+        self._coalescer = _coalescer(self)
+
+    def submit(self, read: MatrixRead | LabelRead, *, timeout_s: float = 600) -> asyncio.Future:
+        """The future score of one read, asked at once. Reads submitted within a few milliseconds travel together."""
+        return self._coalescer.submit(read, timeout_s)
+
+    async def close(self) -> None:
+        """For symmetry with the other clients: this one holds nothing to close."""
 
     async def __aenter__(self) -> AsyncScoringClient:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
         await self.close()
-
-    async def close(self) -> None:
-        """For symmetry with the other clients: this one holds nothing to close."""
-
-    async def teachers(self) -> dict[str, dict[str, Any]]:
-        return await self._router.teachers()
-
-    async def read_matrix(
-        self,
-        reads: MatrixBatch | Sequence[MatrixRead],
-        *,
-        timeout_s: float = 600,
-        return_exceptions: bool = False,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> MatrixScores:
-        return await self._router.read_matrix(
-            reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
-        )
-
-    async def read_labels(
-        self,
-        reads: LabelBatch | Sequence[LabelRead],
-        *,
-        timeout_s: float = 600,
-        return_exceptions: bool = False,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> LabelScores:
-        return await self._router.read_labels(
-            reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
-        )
-
-    async def add_adapter(self, name: str, base: str, path: str) -> None:
-        await self._router.add_adapter(name, base, path)
-
-    async def remove_adapter(self, name: str) -> None:
-        await self._router.remove_adapter(name)
-
-    def iter_matrix(
-        self,
-        reads: MatrixBatch | Sequence[MatrixRead],
-        *,
-        timeout_s: float = 600,
-        return_exceptions: bool = False,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[tuple[int, MatrixScore]]:
-        return self._router.iter_matrix(
-            reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
-        )
-
-    def submit(self, read: MatrixRead | LabelRead, *, timeout_s: float = 600) -> asyncio.Future:
-        return self._coalescer.submit(read, timeout_s)
 
 
 class ScoringClient:
@@ -172,6 +130,21 @@ class ScoringClient:
         """
         return self._thread.iterate(
             self._router.iter_matrix(
+                reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+            )
+        )
+
+    def iter_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float = 600,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Iterator[tuple[int, LabelScore]]:
+        """(index, score) of every label read as it finishes; otherwise as `iter_matrix`."""
+        return self._thread.iterate(
+            self._router.iter_labels(
                 reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
             )
         )

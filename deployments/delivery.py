@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Collection, Sequence
 
 import numpy as np
 
-from deployments.lanes import Call, Lanes, Outcome
+from deployments.lane import Call
+from deployments.lanes import Lanes, Outcome
 from deployments.replica_calls import ReplicaLost, now
 from scoring.errors import Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
@@ -65,9 +66,16 @@ class _Delivery:
         self._refusals = 0
         self._placing: set[asyncio.Task] = set()
 
-    def place(self, lanes: Lanes, reads: np.ndarray, pause: float = 0.0, avoid: Collection[str] = ()) -> None:
-        """Place reads after a pause; what prevents it becomes their outcome."""
-        task = asyncio.create_task(self._place(lanes, reads, pause, avoid))
+    def place(
+        self,
+        lanes: Lanes,
+        reads: np.ndarray,
+        pause: float = 0.0,
+        avoid: Collection[str] = (),
+        again: bool = False,
+    ) -> None:
+        """Place reads after a pause, perhaps again after a loss; what prevents it becomes their outcome."""
+        task = asyncio.create_task(self._place(lanes, reads, pause, avoid, again))
         self._placing.add(task)
         task.add_done_callback(self._placing.discard)
 
@@ -112,7 +120,7 @@ class _Delivery:
             attempt = int(times[~often].max())
             logger.warning("%d reads were lost with their replica (attempt %d)", int((~often).sum()), attempt)
             avoid = () if outcome.replica is None else (outcome.replica,)
-            self.place(outcome.lanes, reads[~often], _pause(attempt - 1), avoid)
+            self.place(outcome.lanes, reads[~often], _pause(attempt - 1), avoid, again=True)
         if not often.any():
             return []
         error = TeacherUnavailable(f"its replicas were lost {1 + MAX_RETRIES} times in a row")
@@ -129,10 +137,10 @@ class _Delivery:
         self._refusals += 1
         return []
 
-    async def _place(self, lanes: Lanes, reads: np.ndarray, pause: float, avoid: Collection[str]) -> None:
+    async def _place(self, lanes: Lanes, reads: np.ndarray, pause: float, avoid: Collection[str], again: bool) -> None:
         try:
             await asyncio.sleep(min(pause, max(self._call.deadline - now(), 0)))
-            await lanes.place(self._call, reads, avoid)
+            await lanes.place(self._call, reads, avoid, again)
         except ScoringError as error:
             self._call.outcomes.put_nowait(Outcome(lanes, reads, error))
         except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 from starlette.exceptions import HTTPException
 
 from deployments import placement, record
@@ -57,6 +59,7 @@ _ROOM_CHECK_S = 30.0
 _READY_FOR_S = 1.0  # how long the answer of /ready stands
 _READY_TIMEOUT_S = 5.0
 _ADAPTER_TIMEOUT_S = 60.0
+_DELETED_CHECK_S = 5.0
 _READY_READ_S = 4.0  # the sooner, so that a read's own error is heard
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
 
@@ -85,6 +88,13 @@ class Ingress:
         await asyncio.to_thread(ensure_actor, app_name)
         self._keeping = asyncio.create_task(self._keep_actor(app_name))
         self._watching = asyncio.create_task(self._watch_room(configs))
+
+    def __del__(self) -> None:
+        # Serve calls it when this process ends in good order, and the application may be deleted or only deployed anew.
+        if hasattr(self, "_watching"):
+            asking = threading.Thread(target=_forget_if_deleted, args=(self._app_name,), daemon=True)
+            asking.start()
+            asking.join(_DELETED_CHECK_S)
 
     async def _keep_actor(self, app_name: str) -> None:
         """An actor that has left (it took a restart of Serve for the end, say) is created again."""
@@ -136,8 +146,8 @@ class Ingress:
             # A replica loads it, before anybody else asks for it.
             router = self._router.with_catalog(tried)
             await router.read_labels([LabelRead([0], [0], teacher=name)], timeout_s=_ADAPTER_TIMEOUT_S)
+            await self._record_adapters(tried)
             deployments[name], adapters[name] = deployments[base], adapter
-            await self._record_adapters()
         return self._catalog
 
     async def remove_adapter(self, name: str) -> dict[str, Any]:
@@ -146,8 +156,9 @@ class Ingress:
             if name not in self._catalog["adapters"]:
                 known = ", ".join(self._catalog["adapters"]) or "none"
                 raise UnknownTeacher(f"is {name!r}; the adapters are {known}", field="name")
+            adapters = {other: adapter for other, adapter in self._catalog["adapters"].items() if other != name}
+            await self._record_adapters({**self._catalog, "adapters": adapters})
             del self._catalog["adapters"][name], self._catalog["deployments"][name]
-            await self._record_adapters()
         return self._catalog
 
     def _restore_adapters(self, recorded: Mapping[str, Any]) -> None:
@@ -168,14 +179,33 @@ class Ingress:
                 self._catalog["deployments"][name] = added["deployment"]
                 self._catalog["adapters"][name] = Adapter(added["path"], added["serial"])
 
-    async def _record_adapters(self) -> None:
+    async def _record_adapters(self, catalog: Mapping[str, Any] | None = None) -> None:
+        """Record the adapters of a catalog, before anybody goes by it; of this one, where none is given.
+
+        Raises:
+            TeacherUnavailable: they could not be recorded.
+        """
+        catalog = catalog or self._catalog
         added = {
-            name: adapter.to_dict() | {"deployment": self._catalog["deployments"][name]}
-            for name, adapter in self._catalog["adapters"].items()
+            name: adapter.to_dict() | {"deployment": catalog["deployments"][name]}
+            for name, adapter in catalog["adapters"].items()
             if name not in self._configured
         }
         document = {"adapters": added, "last_serial": self._last_serial}
-        await asyncio.to_thread(record.save, self._app_name, document)
+        try:
+            await asyncio.to_thread(record.save, self._app_name, document)
+        except Exception as error:
+            raise TeacherUnavailable(f"the adapters could not be recorded, nothing was changed: {error}") from error
+
+
+def _forget_if_deleted(app_name: str) -> None:
+    """Forget the adapters that were added to an application, where Serve is deleting it."""
+    try:
+        found = serve.status().applications.get(app_name)
+        if found is not None and found.status == ApplicationStatus.DELETING:
+            record.forget_adapters(app_name)
+    except Exception as error:
+        logger.warning("whether the application is deleted could not be asked: %s", error)
 
 
 def build_api(router: Callable[[], Router], limits: BatchLimits) -> FastAPI:
@@ -245,7 +275,8 @@ def _own_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
 
     @routes.get("/ready")
     async def ready(teacher: str | None = None) -> Response:
-        """Every teacher (or the one named) answered a read within the last second."""
+        """Every teacher (or the one named) answered a read within the last second; of aliases and adapters, which share
+        the replicas of a teacher, that teacher did."""
         return json_response({"status": "ready", "teachers": await readiness.check(teacher)})
 
     @routes.get("/v1/models")
@@ -376,11 +407,15 @@ class _Readiness:
         """What `check` returns or raises, as a value: nobody may be left to see an exception."""
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                known = await self._router().names()
-                if teacher is not None and teacher not in known:
-                    return UnknownTeacher(f"is {teacher!r}; the teachers are {', '.join(known)}", field="teacher")
-                names = list(known) if teacher is None else [teacher]
-                return dict(zip(names, await asyncio.gather(*(self._ask_one(name) for name in names)), strict=True))
+                served = await self._router().served_by()
+                if teacher is not None and teacher not in served:
+                    return UnknownTeacher(f"is {teacher!r}; the teachers are {', '.join(served)}", field="teacher")
+                names = list(served) if teacher is None else [teacher]
+                # One read for all that share replicas, of the first: a teacher comes before its adapters.
+                asked = {served[name]: name for name in reversed(names)}
+                answers = await asyncio.gather(*(self._ask_one(name) for name in asked.values()))
+                by_deployment = dict(zip(asked, answers, strict=True))
+                return {name: by_deployment[served[name]] for name in names}
         except TimeoutError:
             return TeacherUnavailable(f"no answer to a one-token read within {_READY_TIMEOUT_S:g} s")
         except ScoringError as error:
@@ -421,8 +456,8 @@ def _model(name: str, info: Mapping[str, Any], created: int) -> dict[str, Any]:
         "object": "model",
         "created": created,
         "owned_by": "vllm",
-        "root": info["model"],
-        "parent": None,
+        "root": info.get("adapter", info["model"]),
+        "parent": info.get("base"),
         "max_model_len": info["max_length"],
         "permission": [permission],
     }

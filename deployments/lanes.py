@@ -11,61 +11,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from deployments.lane import Call, Chunk, Lane, Settings
 from deployments.replica_calls import POLL_S, ReplicaLost, Replicas, now
+from deployments.shared import Shared
 from scoring.adapters import Adapter
-from scoring.batches import LabelBatch, MatrixBatch, cut_by_tokens
+from scoring.affinity import Affinity, alone, find_groups, plan_by_prefix
+from scoring.batches import cut_by_tokens
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
 from scoring.sharding import plan
 
 logger = logging.getLogger(__name__)
 
-_WINDOW_STEPS = 2
-_CHUNKS_A_WINDOW = 4
-_EXPRESS = 1.25  # of the window: how far a call that has nothing outstanding on a lane may fill it
-_REPORT_FRESH_S = 5.0  # how long a replica's word on other Routers' tokens counts
 _REFUSAL_S = 0.1  # how long a replica that refused is left alone
 _WATCH_S = 1.0
 _QUIET_S = 2.0  # a chunk under way for longer makes its lane ask for the replica's heartbeat
 _STALL_S, _STALL_STEPS = 8.0, 3  # no step for the larger of these: seconds, multiples of the longest step seen
+_LONG = 1 << 20  # tokens of a batch whose prefixes are hashed beside the event loop
 _INFO_S = 2.0  # how long one replica may take to say what it is
-
-
-class Call:
-    """One batch under way. What becomes of its reads arrives in `outcomes`.
-
-    Args:
-        answer: the class of its answer.
-        method: of the replica.
-        batch: the reads.
-        deadline: on the event loop's clock.
-        trace_headers: for the engine.
-        adapters: those that its reads name as their teacher.
-        bounded: refuse what exceeds the replicas' `max_outstanding_tokens` here, instead of letting it wait.
-    """
-
-    def __init__(
-        self,
-        answer: type[MatrixScores] | type[LabelScores],
-        method: str,
-        batch: MatrixBatch | LabelBatch,
-        deadline: float,
-        trace_headers: Mapping[str, str] | None = None,
-        adapters: Mapping[str, Adapter] | None = None,
-        bounded: bool = False,
-    ) -> None:
-        self.answer, self.method, self.batch, self.deadline = answer, method, batch, deadline
-        self.trace_headers, self.adapters, self.bounded = trace_headers, adapters, bounded
-        self.tokens, self.costs = batch.tokens(), batch.costs()  # int64 [N] each
-        self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
-        self.tasks: set[asyncio.Task] = set()  # its chunks under way
 
 
 @dataclass(frozen=True)
@@ -78,124 +48,65 @@ class Outcome:
     replica: str | None = None
 
 
-@dataclass(eq=False)
-class _Chunk:
-    """Reads of one call that travel together."""
-
-    call: Call
-    reads: np.ndarray  # int64 [n]
-    tokens: int
-    priority: int
-    done: bool = False
-    lanes: set[_Lane] = field(default_factory=set)  # it waits in or was sent from; two when it was hedged
-    tasks: set[asyncio.Task] = field(default_factory=set)
-
-
-class _Lane:
-    """What this process has waiting for, and outstanding on, one replica."""
-
-    def __init__(self, replica: str) -> None:
-        self.replica = replica
-        self.waiting: dict[Call, deque[_Chunk]] = {}
-        self.sent: dict[_Chunk, float] = {}  # with the time
-        self.sent_by: Counter[Call] = Counter()  # tokens
-        self.waiting_tokens = self.sent_tokens = 0
-        self.refuses_until = 0.0
-        self.silent = False
-        self._others, self._others_until = 0, 0.0
-
-    @property
-    def load(self) -> int:
-        """Tokens of this process ahead of whatever is planned here next."""
-        return self.waiting_tokens + self.sent_tokens
-
-    @property
-    def others(self) -> int:
-        """Tokens that other Routers had outstanding here, by the replica's last word; it is soon forgotten."""
-        return self._others if now() < self._others_until else 0
-
-    def hear(self, outstanding: int) -> None:
-        """Take in what the replica says is outstanding there, of all Routers."""
-        self._others, self._others_until = max(outstanding - self.sent_tokens, 0), now() + _REPORT_FRESH_S
-
-    def add(self, chunk: _Chunk, first: bool = False) -> None:
-        queue = self.waiting.setdefault(chunk.call, deque())
-        queue.appendleft(chunk) if first else queue.append(chunk)
-        chunk.lanes.add(self)
-        self.waiting_tokens += chunk.tokens
-
-    def next(self) -> _Chunk:
-        """The chunk whose turn it is: the most urgent; among equals, that of the call with least under way here."""
-        call = min(self.waiting, key=lambda c: (self.waiting[c][0].priority, self.sent_by[c]))
-        return self.waiting[call][0]
-
-    def take(self, call: Call) -> Iterable[_Chunk]:
-        """Remove and return the chunks of a call that wait."""
-        chunks = self.waiting.pop(call, ())
-        self.waiting_tokens -= sum(chunk.tokens for chunk in chunks)
-        return chunks
-
-    def take_first(self, chunk: _Chunk) -> None:
-        queue = self.waiting[chunk.call]
-        queue.popleft()
-        if not queue:
-            del self.waiting[chunk.call]
-        self.waiting_tokens -= chunk.tokens
-
-    def send(self, chunk: _Chunk) -> None:
-        self.sent[chunk] = now()
-        self.sent_tokens += chunk.tokens
-        self.sent_by[chunk.call] += chunk.tokens
-
-    def settle(self, chunk: _Chunk) -> None:
-        del self.sent[chunk]
-        self.sent_tokens -= chunk.tokens
-        self.sent_by[chunk.call] -= chunk.tokens
-        if not self.sent_by[chunk.call]:
-            del self.sent_by[chunk.call]
-
-
 class Lanes:
     """The lanes of one teacher's replicas, shared by all calls of this process. Use it from one event loop."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._lanes: dict[str, _Lane] = {}
-        self._window = self._limit = 0
+        self._lanes: dict[str, Lane] = {}
+        self._left: set[Lane] = set()  # of replicas that run no longer, while they owe answers
+        self._settings: Settings | None = None  # of the replica that was asked last
         self._watching: asyncio.Task | None = None
+        self._affinity = Affinity()
+        self._asking = Shared(lambda: self._ask("info"))
+        self._learning: set[asyncio.Task] = set()
 
     def replicas(self) -> tuple[str, ...]:
         """Those that reads are planned over."""
         return tuple(self._lanes)
 
     def outstanding(self) -> dict[str, int]:
-        """The ledger: tokens of this process that wait for or are outstanding on each replica that has any."""
-        return {name: lane.load for name, lane in self._lanes.items() if lane.load}
+        """The ledger: tokens of this process, cached or not, that wait for or are outstanding on each replica that has
+        any."""
+        tokens = Counter()
+        for lane in (*self._lanes.values(), *self._left):
+            tokens[lane.replica] += lane.tokens
+        return dict(+tokens)
 
     async def info(self, deadline: float) -> tuple[dict[str, Any], int]:
-        """What the first replica that answers says of the teacher, and how many replicas run.
+        """What the first replica that answers says of the teacher, and how many replicas run. One call for all who
+        ask meanwhile.
 
         Raises:
             TeacherUnavailable: none answered before the deadline.
         """
-        while True:
-            running = await self._replicas.wait(deadline)
-            for replica in running:
-                try:
-                    return await self._replicas.call(replica, "info", min(deadline, now() + _INFO_S)), len(running)
-                except (ReplicaLost, DeadlineExceeded):
-                    continue
-            if now() >= deadline:
-                raise TeacherUnavailable(f"no replica of teacher {self._replicas.teacher!r} answered in time")
-            await asyncio.sleep(POLL_S)
+        running = await self._replicas.wait(deadline)
+        return await self._by(deadline, self._asking.result()), len(self._replicas.running() or running)
 
-    async def place(self, call: Call, reads: np.ndarray, avoid: Collection[str] = ()) -> None:
+    async def adapter_checkpoint(self, adapter: Adapter, deadline: float) -> str:
+        """The hashes of the teacher and of one of its adapters, as the first replica that answers says them.
+
+        Raises:
+            TeacherUnavailable: none answered before the deadline.
+            InvalidAdapter: that replica found no weights in its folder.
+        """
+        return await self._by(deadline, self._ask("adapter_checkpoint", adapter))
+
+    async def _by(self, deadline: float, answer: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await answer
+        except TimeoutError:
+            raise TeacherUnavailable(f"no replica of teacher {self._replicas.teacher!r} answered in time") from None
+
+    async def place(self, call: Call, reads: np.ndarray, avoid: Collection[str] = (), again: bool = False) -> None:
         """Plan these reads of a call and send what fits; the rest waits its turn.
 
         Args:
             call: the call.
             reads: int64, places in its batch.
             avoid: replicas to leave out while there are others.
+            again: they were lost before: count on nothing that a replica should have in its cache.
 
         Raises:
             TeacherUnavailable: no replica came before the call's deadline.
@@ -205,14 +116,15 @@ class Lanes:
         running = await self._replicas.wait(call.deadline)
         if set(running).isdisjoint(self._lanes):  # the first, or a redeploy that may have other settings
             info, _ = await self.info(call.deadline)
-            self._window, self._limit = _WINDOW_STEPS * info["max_batched_tokens"], info["max_outstanding_tokens"]
-            running = self._replicas.running() or running
-        self._follow(running)
+            self._settings = Settings.of(info)
+        if self._settings.block and len(call.batch.ids) > _LONG:
+            await asyncio.to_thread(call.prefixes, self._settings.block)
+        self._follow(self._replicas.running() or running)
         if now() >= call.deadline:  # past `expire`: what waited now would wait for ever
             raise DeadlineExceeded("no replica took it before its deadline (timeout_s)")
         if call.bounded:
             self._admit(int(call.tokens[reads].sum()))
-        self._plan(call, reads, avoid)
+        self._plan(call, reads, avoid, again)
 
     def withdraw(self, call: Call) -> None:
         """Forget a call: what waits is dropped, what was sent is cancelled."""
@@ -230,8 +142,8 @@ class Lanes:
                 self._copy_ended(lane, chunk, error)
 
     def _admit(self, tokens: int) -> None:
-        load = sum(lane.load + lane.others for lane in self._lanes.values())
-        limit = self._limit * len(self._lanes)
+        load = sum(lane.tokens + lane.others for lane in self._lanes.values())
+        limit = sum(lane.settings.limit for lane in self._lanes.values())
         if load and load + tokens > limit:
             raise Overloaded(
                 f"{load} tokens are outstanding; {tokens} more would exceed {limit}, which is max_outstanding_tokens "
@@ -239,18 +151,29 @@ class Lanes:
                 retry_after_s=1.0,
             )
 
-    def _plan(self, call: Call, reads: np.ndarray, avoid: Collection[str] = ()) -> None:
-        lanes, costs = self._usable(avoid), call.costs[reads]
+    def _plan(self, call: Call, reads: np.ndarray, avoid: Collection[str] = (), again: bool = False) -> None:
+        lanes, costs, priority = self._usable(avoid), call.costs[reads], call.batch.priority[reads]
+        blocks = {lane.settings.block for lane in lanes}
+        block = blocks.pop() if len(blocks) == 1 else 0  # not all reuse prefixes in the same way: a redeploy rolls
+        groups = find_groups(call.prefixes(block), reads) if block else None
+        saved = int(groups.tokens[groups.of_read].sum() - groups.tokens.sum()) if groups else 0
         # Routers do not see each other's plans. Without a tilt, many of them with few reads each would agree on the
         # same replicas; what they last heard of each other's load is too old to prevent it, and makes it worse.
-        tilt = int(costs.mean()) // 2
-        shards = plan(costs, {lane.replica: lane.load + random.randint(0, tilt) for lane in lanes})
+        tilt = (int(costs.sum()) - saved) // len(reads) // 2
+        loads = {lane.replica: lane.load + random.randint(0, tilt) for lane in lanes}
+        if groups:
+            homes, held = self._affinity.homes(groups) if not again else ({}, np.zeros_like(groups.tokens))
+            parts = plan_by_prefix(costs, priority, loads, groups, homes, held)
+            self._affinity.keep(groups, {name: part.reads for name, part in parts.items()})
+        else:
+            parts = {name: alone(shard, priority) for name, shard in plan(costs, loads).items()}
         for lane in lanes:
-            for chunk in self._cut(call, reads[shards.get(lane.replica, _NONE)]):
-                lane.add(chunk)
+            if part := parts.get(lane.replica):
+                for chunk in _cut(call, reads[part.reads], part.reused, lane.settings):
+                    lane.add(chunk)
             self._pump(lane)
 
-    def _usable(self, avoid: Collection[str] = ()) -> list[_Lane]:
+    def _usable(self, avoid: Collection[str] = ()) -> list[Lane]:
         """The lanes to plan over: those that nothing speaks against; of what is left, the least bad."""
         lanes = list(self._lanes.values())
         for fit in (
@@ -261,22 +184,47 @@ class Lanes:
             lanes = [lane for lane in lanes if fit(lane)] or lanes
         return lanes
 
-    def _cut(self, call: Call, reads: np.ndarray) -> Iterable[_Chunk]:
-        """Chunks of about `window / _CHUNKS_A_WINDOW` tokens, the most urgent reads first."""
-        reads = reads[np.argsort(call.batch.priority[reads], kind="stable")]
-        tokens = call.tokens[reads]
-        for part in cut_by_tokens(tokens, max(self._window // _CHUNKS_A_WINDOW, 1)):
-            yield _Chunk(call, reads[part], int(tokens[part].sum()), int(call.batch.priority[reads[part[0]]]))
-
     def _follow(self, running: Collection[str]) -> None:
         """Have a lane for every replica that runs, and none for others."""
         if set(running) == set(self._lanes):
             return
         lost = [lane for name, lane in self._lanes.items() if name not in running]
-        self._lanes = {name: self._lanes.get(name) or _Lane(name) for name in running}
+        if lost:
+            self._affinity.forget({lane.replica for lane in lost})
+        self._left.update(lane for lane in lost if lane.sent)
+        added = [Lane(name, self._settings) for name in running if name not in self._lanes]
+        if added and self._lanes:  # of a rolling redeploy, perhaps, with other settings than those before
+            learning = asyncio.create_task(self._learn(added))
+            self._learning.add(learning)
+            learning.add_done_callback(self._learning.discard)
+        lanes = {lane.replica: lane for lane in (*self._lanes.values(), *added)}
+        self._lanes = {name: lanes[name] for name in running}
         self._plan_again([*lost, *self._lanes.values()])
 
-    def _plan_again(self, lanes: Iterable[_Lane]) -> None:
+    async def _learn(self, newcomers: list[Lane]) -> None:
+        """Ask one of the replicas that came together what they take."""
+        for newcomer in newcomers:
+            try:
+                info = await self._replicas.call(newcomer.replica, "info", now() + _INFO_S)
+            except Exception:  # whatever it is, another may answer
+                continue
+            self._settings = Settings.of(info)
+            for lane in newcomers:
+                lane.settings = self._settings
+                self._pump(lane)
+            return
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """What the first replica that answers says."""
+        while True:
+            for replica in await self._replicas.wait(float("inf")):
+                try:
+                    return await self._replicas.call(replica, method, now() + _INFO_S, *args)
+                except (ReplicaLost, DeadlineExceeded):
+                    continue
+            await asyncio.sleep(POLL_S)
+
+    def _plan_again(self, lanes: Iterable[Lane]) -> None:
         """Plan anew what waits in these lanes."""
         calls: dict[Call, list[np.ndarray]] = {}
         for lane in lanes:
@@ -290,17 +238,13 @@ class Lanes:
         for call, reads in calls.items():
             self._plan(call, np.concatenate(reads))
 
-    def _pump(self, lane: _Lane) -> None:
+    def _pump(self, lane: Lane) -> None:
         """Send what the lane's window has room for."""
         while lane.waiting and now() >= lane.refuses_until:
-            chunk = lane.next()
-            room = self._window * (1 if lane.sent_by[chunk.call] else _EXPRESS)
-            if lane.sent and lane.sent_tokens + chunk.tokens > room:
+            if not lane.has_room(lane.next()):
                 return
-            lane.take_first(chunk)
-            if chunk.done:
+            if (chunk := lane.send_next()) is None:
                 continue
-            lane.send(chunk)
             task = asyncio.create_task(self._send(lane, chunk))
             chunk.tasks.add(task)
             chunk.call.tasks.add(task)
@@ -308,29 +252,31 @@ class Lanes:
             if self._watching is None or self._watching.done():
                 self._watching = asyncio.create_task(self._watch())
 
-    def _settled(self, lane: _Lane, chunk: _Chunk) -> Callable[[asyncio.Task], None]:
+    def _settled(self, lane: Lane, chunk: Chunk) -> Callable[[asyncio.Task], None]:
         def settled(task: asyncio.Task) -> None:
             chunk.tasks.discard(task)
             chunk.call.tasks.discard(task)
             lane.settle(chunk)
+            if not lane.sent:
+                self._left.discard(lane)
             if task.cancelled():
                 self._copy_ended(lane, chunk, ReplicaLost("the call was called off"))
             self._go_on(lane)
 
         return settled
 
-    def _go_on(self, lane: _Lane) -> None:
+    def _go_on(self, lane: Lane) -> None:
         """Send what there is room for now; a lane about to run dry shares what waits at others."""
         self._pump(lane)
-        if not lane.waiting and lane.sent_tokens <= self._window // _CHUNKS_A_WINDOW:
+        if not lane.waiting and lane.sent_load <= lane.settings.chunk:
             self._share_with(lane)
 
-    def _share_with(self, idle: _Lane) -> None:
+    def _share_with(self, idle: Lane) -> None:
         behind = [lane for lane in self._lanes.values() if lane is not idle and lane.waiting]
         if behind and idle in self._usable():
             self._plan_again(behind)
 
-    async def _send(self, lane: _Lane, chunk: _Chunk) -> None:
+    async def _send(self, lane: Lane, chunk: Chunk) -> None:
         call = chunk.call
         try:
             scores, outstanding = await self._replicas.call(
@@ -356,15 +302,24 @@ class Lanes:
         else:
             lane.hear(outstanding + chunk.tokens)  # this chunk is settled there, not yet here
             lane.silent = False
+            self._note_version(lane, scores)
             self._ended(chunk, scores, lane.replica)
 
-    def _copy_ended(self, lane: _Lane, chunk: _Chunk, error: ScoringError | ReplicaLost) -> None:
+    def _note_version(self, lane: Lane, scores: MatrixScores | LabelScores) -> None:
+        """New weights have nothing in their cache."""
+        for meta in scores.metas[:1]:
+            version = meta.weight_version, meta.checkpoint.split("+")[0]  # without an adapter's
+            if version != lane.version and lane.version is not None:
+                self._affinity.forget({lane.replica})
+            lane.version = version
+
+    def _copy_ended(self, lane: Lane, chunk: Chunk, error: ScoringError | ReplicaLost) -> None:
         """A copy came to nothing: with the last one, so does the chunk."""
         chunk.lanes.discard(lane)
         if not chunk.lanes:
             self._ended(chunk, error, lane.replica)
 
-    def _ended(self, chunk: _Chunk, result: Any, replica: str) -> None:
+    def _ended(self, chunk: Chunk, result: Any, replica: str) -> None:
         if chunk.done:
             return
         chunk.done = True
@@ -373,18 +328,21 @@ class Lanes:
 
     async def _watch(self) -> None:
         """While anything is under way: look after lanes that have not answered for a while."""
-        while any(lane.sent for lane in self._lanes.values()):
+        while self._left or any(lane.sent for lane in self._lanes.values()):
             await asyncio.sleep(_WATCH_S)
             self._follow(self._replicas.running() or tuple(self._lanes))
-            quiet = [lane for lane in self._lanes.values() if lane.silent or _age(lane) > _QUIET_S]
+            lanes = (*self._lanes.values(), *self._left)
+            quiet = [lane for lane in lanes if lane.silent or _age(lane) > _QUIET_S]
             await asyncio.gather(*(self._check(lane) for lane in quiet))
 
-    async def _check(self, lane: _Lane) -> None:
+    async def _check(self, lane: Lane) -> None:
         """Ask a quiet replica for its heartbeat. When it is silent, or takes no steps, others take over its chunks."""
         try:
             beat = await self._replicas.call(lane.replica, "heartbeat", now())
-        except ReplicaLost:  # so are its chunks, which will be planned again
-            return
+        except ReplicaLost:
+            if lane not in self._left:  # its chunks are lost as well, and will be planned again
+                return
+            silent = _age(lane) > _STALL_S  # it may still answer what it has, but cannot be asked any more
         except Exception as error:
             if not isinstance(error, ScoringError):
                 logger.exception("the heartbeat of replica %s could not be asked", lane.replica)
@@ -402,30 +360,36 @@ class Lanes:
         else:
             self._go_on(lane)
 
-    def _take_over(self, lane: _Lane) -> None:
+    def _take_over(self, lane: Lane) -> None:
         """Send the chunks of a silent lane to another lane as well; what only waits there moves."""
         for chunk in lane.sent:
             if not chunk.done:
                 self._hedge(chunk)
         self._plan_again([lane])
 
-    def _hedge(self, chunk: _Chunk) -> None:
+    def _hedge(self, chunk: Chunk) -> None:
         """Have a chunk whose lanes are all silent wait at another one too, before everything else of its call."""
         others = [lane for lane in self._lanes.values() if not lane.silent and chunk not in lane.sent]
         if others and all(lane.silent for lane in chunk.lanes):
             least = min(others, key=lambda lane: lane.load)
-            least.add(chunk, first=True)
+            least.add(chunk, hedge=True)
             self._pump(least)
 
 
-_NONE = np.zeros(0, dtype=np.int64)
+def _cut(call: Call, reads: np.ndarray, reused: np.ndarray, settings: Settings) -> Iterable[Chunk]:
+    """Chunks of about half an engine step's work."""
+    tokens = call.tokens[reads]
+    work = settings.work(tokens, reused)
+    for part in cut_by_tokens(work, settings.chunk):
+        most_urgent = int(call.batch.priority[reads[part[0]]])
+        yield Chunk(call, reads[part], int(tokens[part].sum()), int(work[part].sum()), most_urgent)
 
 
-def _age(lane: _Lane) -> float:
+def _age(lane: Lane) -> float:
     """Seconds since the oldest chunk under way was sent."""
     return now() - min(lane.sent.values(), default=now())
 
 
-def _cancel(chunk: _Chunk) -> None:
+def _cancel(chunk: Chunk) -> None:
     for task in chunk.tasks - {asyncio.current_task()}:
         task.cancel()

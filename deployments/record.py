@@ -23,3 +23,9 @@ def load(app_name: str) -> dict[str, Any]:
 def save(app_name: str, document: dict[str, Any]) -> None:
     """Keep the application's document in place of what was kept. Blocks for a call to the GCS."""
     _internal_kv_put(app_name.encode(), json.dumps(document).encode(), overwrite=True, namespace=_NAMESPACE)
+
+
+def forget_adapters(app_name: str) -> None:
+    """Keep none of the adapters that were added to an application; it has been deleted. Their numbers stay used."""
+    if (document := load(app_name)).get("adapters"):
+        save(app_name, {**document, "adapters": {}})

@@ -16,10 +16,12 @@ import numpy as np
 from deployments import pinning
 from deployments.catalog import Catalog
 from deployments.delivery import Part, deliver, failed_part
-from deployments.lanes import Call, Lanes
+from deployments.lane import Call
+from deployments.lanes import Lanes
 from deployments.replica_calls import Replicas, now
+from scoring.adapters import Adapter
 from scoring.batches import LabelBatch, MatrixBatch
-from scoring.errors import DeadlineExceeded, TeacherUnavailable, UnknownTeacher
+from scoring.errors import DeadlineExceeded, ScoringError, TeacherUnavailable, UnknownTeacher
 from scoring.limits import BatchLimits
 from scoring.reads import LabelRead, MatrixRead
 from scoring.scores import LabelScore, LabelScores, MatrixScore, MatrixScores, one_by_one
@@ -52,7 +54,8 @@ class Router:
         self._why_none = self._catalog.why_none
         self._serves_many = serves_many
         self._lanes: dict[str, Lanes] = {}  # by deployment: aliases and adapters share them
-        self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by teacher, with the time it was asked
+        self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by deployment, with the time it was asked
+        self._checkpoints: dict[Adapter, str] = {}
 
     def with_catalog(self, catalog: dict[str, Any]) -> Router:
         """A Router that goes by another catalog, over the same replicas and with the same ledger."""
@@ -60,20 +63,21 @@ class Router:
         other._lanes, other._why_none = self._lanes, self._why_none
         return other
 
-    async def names(self, timeout_s: float = 10) -> tuple[str, ...]:
-        """The teachers' names, the default one first. Asks no teacher.
+    async def served_by(self, timeout_s: float = 10) -> dict[str, str]:
+        """Per teacher the deployment that answers for it, which aliases and adapters share; the default teacher first,
+        and every teacher before its adapters. Asks no teacher.
 
         Raises:
             TeacherUnavailable: there is no application.
         """
         catalog = await self._catalog.find(now() + timeout_s)
-        others = (name for name in catalog["deployments"] if name != catalog["default"])
-        return (catalog["default"], *others)
+        return _default_first(catalog)
 
     async def teachers(self, timeout_s: float = 10) -> dict[str, dict[str, Any]]:
-        """What every teacher is and takes: the fields of `TeacherInfo` (of an adapter, those of its base),
-        `max_outstanding_tokens`, `replicas`, how many serve it now, and `default`. Of a teacher that does not answer,
-        its name, `default` and `"replicas": 0`.
+        """What every teacher is and takes: the fields of `TeacherInfo`, `max_outstanding_tokens`, `replicas`, how many
+        serve it now, and `default`. An adapter has those of its base, but its own `checkpoint` (None where that cannot
+        be read), and `base` and `adapter`, its base's name and its folder. Of a teacher that does not answer there are
+        only its name, `default`, `"replicas": 0`, and of an adapter `base` and `adapter`.
 
         Up to a second old, so that a caller may ask with every request.
 
@@ -81,14 +85,25 @@ class Router:
             TeacherUnavailable: no application, or no teacher answered in time.
         """
         deadline = now() + timeout_s
-        names = await self.names(timeout_s)
-        infos = await asyncio.gather(*(self._info(name, deadline) for name in names))
+        catalog = await self._catalog.find(deadline)
+        served, adapters = _default_first(catalog), dict(catalog["adapters"])  # the ingress changes its own in place
+        self._forget(served, adapters)
+        owners = {deployment: name for name, deployment in reversed(served.items()) if name not in adapters}
+        infos = await asyncio.gather(*(self._info(name, catalog, deadline) for name in owners.values()))
+        by_deployment = dict(zip(owners, infos, strict=True))
         if not any(info["replicas"] for info in infos):
             why = "".join(
-                f"; {sentence}" for sentence in sorted({self._catalog.why_none(name) for name in names} - {""})
+                f"; {sentence}" for sentence in sorted({self._catalog.why_none(name) for name in served} - {""})
             )
-            raise TeacherUnavailable(f"no replica of {', '.join(names)} answered within {timeout_s:g} s{why}")
-        return {name: {**info, "default": name == names[0]} for name, info in zip(names, infos, strict=True)}
+            raise TeacherUnavailable(f"no replica of {', '.join(served)} answered within {timeout_s:g} s{why}")
+        found = {name: {**by_deployment[serves], "teacher": name} for name, serves in served.items()}
+        for name, adapter in adapters.items():
+            found[name] |= {"base": owners[served[name]], "adapter": adapter.path}
+        answering = [name for name in adapters if found[name]["replicas"]]
+        checkpoints = (self._checkpoint(adapters[name], name, catalog, deadline) for name in answering)
+        for name, checkpoint in zip(answering, await asyncio.gather(*checkpoints), strict=True):
+            found[name]["checkpoint"] = checkpoint
+        return {name: {**info, "default": name == catalog["default"]} for name, info in found.items()}
 
     async def read_matrix(
         self,
@@ -145,7 +160,7 @@ class Router:
         return_exceptions: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[tuple[int, LabelScore]]:
-        """(index, score) of every label read, as they finish."""
+        """(index, score) of every label read, as they finish; otherwise as `iter_matrix`."""
         batch = LabelBatch.of(reads)
         parts = self._parts(LabelScores, "read_labels", batch, timeout_s, trace_headers)
         return _one_by_one(parts, return_exceptions)
@@ -232,17 +247,43 @@ class Router:
             self._lanes[deployment] = Lanes(Replicas(self._app_name, owner, deployment, self._why_none))
         return self._lanes[deployment]
 
-    async def _info(self, teacher: str, deadline: float) -> dict[str, Any]:
-        asked, info = self._infos.get(teacher, (float("-inf"), {}))
+    async def _info(self, teacher: str, catalog: Mapping[str, Any], deadline: float) -> dict[str, Any]:
+        """What the replicas of a teacher say; how many there are."""
+        deployment = catalog["deployments"][teacher]
+        asked, info = self._infos.get(deployment, (float("-inf"), {}))
         if now() - asked <= _INFO_FRESH_S:
             return info
         try:
-            info, replicas = await self._lanes_of(teacher, await self._catalog.find(deadline)).info(deadline)
-        except (TeacherUnavailable, DeadlineExceeded, KeyError):  # KeyError: no longer served
-            return {"teacher": teacher, "replicas": 0}
-        info = {**info, "teacher": teacher, "replicas": replicas}
-        self._infos[teacher] = now(), info
-        return info
+            info, replicas = await self._lanes_of(teacher, catalog).info(deadline)
+        except (TeacherUnavailable, DeadlineExceeded):
+            return {"replicas": 0}
+        self._infos[deployment] = now(), {**info, "replicas": replicas}
+        return self._infos[deployment][1]
+
+    async def _checkpoint(self, adapter: Adapter, name: str, catalog: Mapping[str, Any], deadline: float) -> str | None:
+        if adapter not in self._checkpoints:
+            try:
+                checkpoint = await self._lanes_of(name, catalog).adapter_checkpoint(adapter, deadline)
+            except ScoringError:
+                return None
+            self._checkpoints[adapter] = checkpoint
+        return self._checkpoints[adapter]
+
+    def _forget(self, served: Mapping[str, str], adapters: Mapping[str, Adapter]) -> None:
+        """Forget teachers and adapters that are served no longer."""
+        for deployment in self._infos.keys() - set(served.values()):
+            del self._infos[deployment]
+        for deployment in self._lanes.keys() - set(served.values()):
+            if not self._lanes[deployment].outstanding():
+                del self._lanes[deployment]
+        for adapter in self._checkpoints.keys() - set(adapters.values()):
+            del self._checkpoints[adapter]
+
+
+def _default_first(catalog: Mapping[str, Any]) -> dict[str, str]:
+    """Per teacher of a catalog its deployment."""
+    default = catalog["default"]
+    return {default: catalog["deployments"][default], **catalog["deployments"]}
 
 
 def _by_teacher(batch: MatrixBatch | LabelBatch, default: str) -> dict[str, np.ndarray]:

@@ -136,6 +136,10 @@ class Teacher:
         """The fields of `TeacherInfo`, and `max_outstanding_tokens`."""
         return {**self._engine.info().to_dict(), "max_outstanding_tokens": self._max_outstanding_tokens}
 
+    async def adapter_checkpoint(self, adapter: Adapter) -> str:
+        """See `TeacherEngine.adapter_checkpoint`."""
+        return await self._engine.adapter_checkpoint(adapter)
+
     async def placement(self) -> dict[str, Any]:
         """Where this replica runs: process ids and cores. For operators and tests."""
         children = {p.pid: p.name() for p in psutil.Process().children(recursive=True)}

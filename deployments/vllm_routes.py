@@ -337,7 +337,7 @@ async def _teacher(router: Router, model: str | None) -> str | None:
     """The teacher of that name, or the first whose checkpoint it is; None (the default one) when not asked for."""
     if model is None:
         return None
-    if model in await router.names():
+    if model in await router.served_by():
         return model
     known = await router.teachers()
     for name, info in known.items():

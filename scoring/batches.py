@@ -102,7 +102,7 @@ class _Ragged:
                 raise InvalidRead(f"is a {type(read).__name__}; allowed is {wanted}", read=i)
         return cls.from_reads(reads)
 
-    def _columns(self, i: int) -> dict[str, Any]:
+    def _common(self, i: int) -> dict[str, Any]:
         """The fields that both kinds of read have, of read i."""
         version = int(self.expect_version[i])
         return {
@@ -125,7 +125,7 @@ class _Ragged:
         }
         for f in fields(self):
             if f.name in self._flat:
-                columns[f.name], columns[self._flat[f.name]] = _gather(
+                columns[f.name], columns[self._flat[f.name]] = _pieces(
                     getattr(self, f.name), getattr(self, self._flat[f.name]), indices
                 )
             elif f.name not in columns and f.name not in self._flat.values():
@@ -319,7 +319,7 @@ class MatrixBatch(_Ragged):
             top_k=int(self.top_k[i]),
             extras=tuple(name for name, bit in _EXTRA_BITS.items() if mode & bit),
             unknown_candidates="-inf" if mode & UNKNOWN_TO_MINUS_INF else "raise",
-            **self._columns(i),
+            **self._common(i),
         )
 
     def tokens(self) -> np.ndarray:
@@ -332,6 +332,15 @@ class MatrixBatch(_Ragged):
         The quarter is the output head's share in a small model (SmolLM2-135M: 28 of 106 million weights).
         """
         return self.tokens() + self.row_counts() // 4
+
+    def reusable(self) -> np.ndarray:
+        """int64 [N]: tokens at the start of each read that an engine may take from its cache: those before the token
+        that the first scored row is predicted at."""
+        first = np.zeros(len(self), dtype=np.int64)
+        asked = np.flatnonzero(np.diff(self.row_offsets))
+        if len(asked):
+            first[asked] = np.minimum.reduceat(self.rows, self.row_offsets[asked])
+        return np.clip(self.prompt_lens - 1 + first, 0, self.tokens())
 
     def row_counts(self) -> np.ndarray:
         """int64 [N]: rows that each read asks for."""
@@ -401,7 +410,7 @@ class LabelBatch(_Ragged):
         return LabelRead(
             self.ids[self.offsets[i] : self.offsets[i + 1]],
             self.label_ids[self.label_offsets[i] : self.label_offsets[i + 1]],
-            **self._columns(i),
+            **self._common(i),
         )
 
     def tokens(self) -> np.ndarray:
@@ -411,6 +420,10 @@ class LabelBatch(_Ragged):
     def costs(self) -> np.ndarray:
         """int64 [N]: the engine's work for each read, in tokens."""
         return self.tokens()
+
+    def reusable(self) -> np.ndarray:
+        """int64 [N]: tokens at the start of each read that an engine may take from its cache: all but the last."""
+        return np.maximum(self.tokens() - 1, 0)
 
     def request_bytes(self) -> np.ndarray:
         """int64 [N]: what each read adds to the size of a batch."""
@@ -495,7 +508,7 @@ def cut_by_tokens(tokens: np.ndarray, size: int) -> list[np.ndarray]:
     return np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(run)) + 1)
 
 
-def _gather(flat: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pieces(flat: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pieces `indices` of a ragged array as one of their own."""
     return end_to_end([flat[offsets[i] : offsets[i + 1]] for i in indices], flat.dtype)
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -65,6 +66,7 @@ _CANARY_AFTER_S = 10.0
 _CANARY = LabelRead([0], [0])
 _SELF_TEST_TOKENS = 2048  # on a CPU: a second or two of a small teacher
 _SELF_TEST_TOKENS_GPU = 1 << 17
+_MOST_ADAPTERS = 1000  # that an engine remembers: far more than vLLM keeps loaded
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,15 @@ class TeacherEngine:
         self._checkpoint = checkpoint_hash(settings.model)  # also finds out, before anything starts, if there is one
         self._tokenizer = tokenizer_hash(settings.model)
         self._serial = itertools.count()
-        # Loaded or loading, each with its hash and the stamp of its weights.
-        self._adapters: dict[Adapter, asyncio.Task[tuple[str, tuple[int, int]]]] = {}
+        # By serial, last used last: loaded or loading, each with its hash and the stamp of its weights.
+        self._adapters: OrderedDict[int, tuple[Adapter, asyncio.Task[tuple[str, tuple[int, int]]]]] = OrderedDict()
         self._meter = ProgressMeter()
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_death_in_one_line)
         self._watch: asyncio.Task | None = None
         self._canary: asyncio.Task | None = None
         self._canary_error: ScoringError | None = None
+        for params in (self._scoring_params(np.zeros((1, 1), np.int32), 0), _label_params([0])):
+            refuse_unreplaced(params)  # those of all reads, but for their ids
         # The usage context chooses vLLM's defaults for steps: a server's are twice an embedded engine's.
         context = UsageContext.OPENAI_API_SERVER
         args = AsyncEngineArgs(**engine_arguments(settings))
@@ -205,8 +209,10 @@ class TeacherEngine:
             adapters: by `teacher`; a read that names none of these is the base model's.
         """
 
+        seen: dict[Adapter, LoRARequest] = {}
+
         async def answer(i: int) -> _Answer:
-            return await self._matrix(batch[i], trace_headers, await self._adapter(batch[i], adapters))
+            return await self._matrix(batch[i], trace_headers, await self._adapter(batch[i], adapters, seen))
 
         answers = await self._gather(batch.tokens(), answer, timeout_s)
         values, offsets = end_to_end([a.values.reshape(-1) for a in answers], np.float32)
@@ -232,8 +238,10 @@ class TeacherEngine:
     ) -> LabelScores:
         """Answer a batch of label reads; arguments and failures as for `read_matrix`."""
 
+        seen: dict[Adapter, LoRARequest] = {}
+
         async def answer(i: int) -> _Answer:
-            return await self._label(batch[i], trace_headers, await self._adapter(batch[i], adapters))
+            return await self._label(batch[i], trace_headers, await self._adapter(batch[i], adapters, seen))
 
         answers = await self._gather(batch.tokens(), answer, timeout_s)
         values, offsets = end_to_end([a.values.reshape(-1) for a in answers], np.float32)
@@ -242,6 +250,19 @@ class TeacherEngine:
             offsets=offsets,
             **self._columns(batch, answers, adapters or {}),
         )
+
+    async def adapter_checkpoint(self, adapter: Adapter) -> str:
+        """What answers of this adapter have as their `checkpoint`. Loads nothing.
+
+        Raises:
+            InvalidAdapter: its folder holds no weights.
+        """
+        if not (name := self._adapter_hash(adapter)):
+            try:
+                name = await asyncio.to_thread(checkpoint_hash, adapter.path)
+            except OSError as error:
+                raise InvalidAdapter(f"{adapter.path} cannot be read: {error}") from error
+        return f"{self._checkpoint}+{name}"
 
     async def self_test(self) -> None:
         """Ask the engine a few reads that must agree, before anybody else does: see `scoring.self_test`.
@@ -359,31 +380,59 @@ class TeacherEngine:
         return [task.result() for task in tasks]
 
     async def _adapter(
-        self, read: MatrixRead | LabelRead, adapters: Mapping[str, Adapter] | None
+        self, read: MatrixRead | LabelRead, adapters: Mapping[str, Adapter] | None, seen: dict[Adapter, LoRARequest]
     ) -> LoRARequest | None:
         """The adapter that answers a read, loaded; None for the base model.
+
+        Args:
+            read: the read.
+            adapters: by `teacher`.
+            seen: those that this call has found loaded and unchanged.
 
         Raises:
             InvalidAdapter: the engine could not apply it exactly, or takes none.
         """
         adapter = (adapters or {}).get(read.teacher)
-        if adapter is None:
-            return None
-        request = LoRARequest(f"{read.teacher}@{adapter.serial}", adapter.serial, adapter.path)
-        if adapter not in self._adapters:
-            self._adapters[adapter] = asyncio.create_task(self._load(adapter, request))
-        loading = self._adapters[adapter]
-        try:
-            _, stamp = await asyncio.shield(loading)
-        except ScoringError:
-            self._adapters.pop(adapter, None)  # mended, it may be asked for again
-            raise
+        if adapter is None or adapter in seen:
+            return seen.get(adapter)
+        _, stamp = await self._loaded(adapter)
         # vLLM loads it again whenever others have taken its place, and would then answer with what lies there.
-        if weights_stamp(adapter.path) != stamp:
+        if adapter not in seen and weights_stamp(adapter.path) != stamp:
             raise InvalidAdapter(f"{adapter.path} has changed since it was loaded: add it anew (add_adapter)")
-        return request
+        return seen.setdefault(adapter, _lora_request(adapter))
 
-    async def _load(self, adapter: Adapter, request: LoRARequest) -> tuple[str, tuple[int, int]]:
+    async def _loaded(self, adapter: Adapter) -> tuple[str, tuple[int, int]]:
+        """The hash of an adapter, and the stamp of its weights; loads it where that has not been done.
+
+        Raises:
+            InvalidAdapter: the engine could not apply it exactly, or takes none; or another has its serial.
+        """
+        known, loading = self._adapters.get(adapter.serial, (adapter, None))
+        if known != adapter:  # vLLM knows adapters by their numbers, and would answer with the other one
+            raise InvalidAdapter(
+                f"{adapter.path} has the serial {adapter.serial}, under which this engine knows {known.path} (two "
+                "ingresses gave it at once, during a redeploy): add it anew (add_adapter)"
+            )
+        if loading is None:
+            loading = asyncio.create_task(self._load(adapter))
+            self._adapters[adapter.serial] = adapter, loading
+            if len(self._adapters) > _MOST_ADAPTERS:
+                self._adapters.popitem(last=False)
+        try:
+            loaded = await asyncio.shield(loading)
+        except ScoringError:
+            self._adapters.pop(adapter.serial, None)  # mended, it may be asked for again
+            raise
+        if adapter.serial in self._adapters:
+            self._adapters.move_to_end(adapter.serial)
+        return loaded
+
+    def _adapter_hash(self, adapter: Adapter) -> str | None:
+        """The hash of an adapter that is loaded."""
+        known, loading = self._adapters.get(adapter.serial, (None, None))
+        return loading.result()[0] if known == adapter and loading.done() and not loading.exception() else None
+
+    async def _load(self, adapter: Adapter) -> tuple[str, tuple[int, int]]:
         """Load an adapter before a step needs it: there, a failure would end the engine.
 
         Returns its hash, and the stamp that its weights had before.
@@ -396,7 +445,7 @@ class TeacherEngine:
         await asyncio.to_thread(check_adapter, adapter.path, lora.max_lora_rank, lora.target_modules)
         stamp = weights_stamp(adapter.path)
         try:
-            await self._llm.add_lora(request)
+            await self._llm.add_lora(_lora_request(adapter))
         except Exception as error:
             raise InvalidAdapter(f"vLLM cannot load {adapter.path}: {error}") from error
         return await asyncio.to_thread(checkpoint_hash, adapter.path), stamp
@@ -469,26 +518,19 @@ class TeacherEngine:
     ) -> _Answer:
         self.limits.check_label(read)
         self._check_version(read)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            logprob_token_ids=list(dict.fromkeys(read.label_ids.tolist())),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        refuse_unreplaced(params)
+        labels = list(dict.fromkeys(read.label_ids.tolist()))
         with _vllm_errors():
             (answer,) = await next_token_label_reads(
                 _UnlessAborted(self._llm),
                 [tokens_input(read.prompt_ids.tolist())],
-                [params],
+                [_label_params(labels)],
                 self._request_id("label"),
                 lora_request=adapter,
                 priority=read.priority,
                 trace_headers=trace_headers,
             )
         self._check_prompt(answer.result, len(read.prompt_ids))
-        by_id = dict(zip(params.logprob_token_ids, answer.logprobs, strict=True))
+        by_id = dict(zip(labels, answer.logprobs, strict=True))
         values = check_label_answer([by_id[label] for label in read.label_ids.tolist()])
         return _Answer(
             values,
@@ -509,7 +551,6 @@ class TeacherEngine:
         adapter: LoRARequest | None,
     ) -> RequestOutput:
         """One request to its end. Cancelling it aborts the request in the engine."""
-        refuse_unreplaced(params)
         output = None
         with _vllm_errors():
             async for answer in self._llm.generate(
@@ -557,12 +598,11 @@ class TeacherEngine:
         }
 
     def _meta(self, teacher: str | None, adapter: Adapter | None) -> ReadMeta:
-        loaded = self._adapters.get(adapter)
-        added = f"+{loaded.result()[0]}" if loaded and loaded.done() and not loaded.exception() else ""
+        added = self._adapter_hash(adapter) if adapter else None
         return ReadMeta(
             teacher=teacher or self.settings.teacher,
             weight_version=self.weight_version,
-            checkpoint=self._checkpoint + added,
+            checkpoint=f"{self._checkpoint}+{added}" if added else self._checkpoint,
             engine=f"vllm {vllm.__version__}",
             dtype=self._dtype,
             head_dtype=self._head_dtype,
@@ -595,6 +635,20 @@ def _next_token(output: RequestOutput) -> int:
 
 def _failure(error: ScoringError) -> _Answer:
     return _Answer(np.zeros((0, 1), np.float32), np.zeros(0, np.int64), 0, 0, 0, error=error)
+
+
+def _label_params(labels: list[int]) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        logprob_token_ids=labels,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _lora_request(adapter: Adapter) -> LoRARequest:
+    return LoRARequest(f"{adapter.path}@{adapter.serial}", adapter.serial, adapter.path)
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:

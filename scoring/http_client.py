@@ -109,6 +109,7 @@ class _Client:
         batch = wire.BATCH[kind].of(reads)
         deadline = time.monotonic() + options.timeout_s
         left, parts, refusals = [np.arange(len(batch))], [], 0
+        failures: list[ScoringError] = []  # of whole pieces
         while left:
             piece = left.pop(0)
             part = batch if len(piece) == len(batch) else batch.select(piece)
@@ -119,14 +120,18 @@ class _Client:
             options = replace(options, timeout_s=max(deadline - time.monotonic(), 0.001))
             try:
                 scores = yield from _read(kind, part, options, self._binary, trace_headers or {})
-            except BatchTooLarge as error:
-                self._learn(error)
-                if len(piece) < 2 or self._limits == limits:
-                    raise
-                left.insert(0, piece)
-                continue
             except ScoringError as error:
-                raise error if error.read is None else error.at(int(piece[error.read])) from error
+                if isinstance(error, BatchTooLarge):
+                    self._learn(error)
+                    if len(piece) > 1 and self._limits != limits:
+                        left.insert(0, piece)
+                        continue
+                failure = error if error.read is None else error.at(int(piece[error.read]))
+                if not return_exceptions or len(piece) == len(batch):
+                    raise failure from error
+                failures.append(failure)  # what other pieces are answered is not lost
+                parts.append((piece, wire.SCORES[kind].failed(failure, len(piece)), np.arange(len(piece))))
+                continue
             again = np.array([i for i, e in scores.errors.items() if isinstance(e, _PASSING)], dtype=np.int64)
             pause = _pause(refusals, scores.errors[int(again[0])]) if len(again) else 0.0
             if time.monotonic() + pause >= deadline:
@@ -137,6 +142,8 @@ class _Client:
                 yield _Wait(pause)
             kept = np.setdiff1d(np.arange(len(piece)), again)
             parts.append((piece[kept], scores, kept))
+        if failures and len(failures) == len(parts):
+            raise failures[0]
         return parts[0][1] if len(parts) == 1 else wire.SCORES[kind].assemble(len(batch), parts)
 
     def _learn(self, error: BatchTooLarge) -> None:
@@ -168,6 +175,7 @@ class HttpScoringClient(_Client):
         super().__init__(*args, **options)
         self._lock = threading.Lock()
         self._background: tuple[LoopThread, AsyncHttpScoringClient] | None = None
+        self._closed = False
 
     def read_matrix(
         self,
@@ -182,7 +190,8 @@ class HttpScoringClient(_Client):
         Args:
             reads: a batch, or reads.
             timeout_s: seconds until what is not answered is given up, retries included; None takes the client's.
-            return_exceptions: put a failed read's exception in its place instead of raising the first.
+            return_exceptions: put a failed read's exception in its place instead of raising the first. A call that
+                failed as a whole raises; of a batch that was cut into several, it stands in the place of its reads.
             trace_headers: W3C trace context (`traceparent`, `tracestate`).
 
         Raises:
@@ -221,6 +230,22 @@ class HttpScoringClient(_Client):
             )
         )
 
+    def iter_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Iterator[tuple[int, LabelScore]]:
+        """(index, score) of every label read as it finishes; otherwise as `iter_matrix`."""
+        thread, client = self._beside()
+        return thread.iterate(
+            client.iter_labels(
+                reads, timeout_s=timeout_s, return_exceptions=return_exceptions, trace_headers=trace_headers
+            )
+        )
+
     def submit(
         self, read: MatrixRead | LabelRead, *, timeout_s: float | None = None
     ) -> concurrent.futures.Future[MatrixScore | LabelScore]:
@@ -242,6 +267,7 @@ class HttpScoringClient(_Client):
     def close(self) -> None:
         """Close the connections. Submitted reads under way are cancelled."""
         with self._lock:
+            self._closed = True
             if self._background is not None:
                 thread, client = self._background
                 thread.run(client.close())
@@ -252,6 +278,8 @@ class HttpScoringClient(_Client):
     def _beside(self) -> tuple[LoopThread, AsyncHttpScoringClient]:
         """An asynchronous client in a thread of its own, made when it is first needed."""
         with self._lock:
+            if self._closed:
+                raise RuntimeError("this client is closed")
             if self._background is None:
                 self._background = LoopThread("http-scoring-client"), AsyncHttpScoringClient(**self._made_with)
             return self._background
@@ -286,7 +314,7 @@ class AsyncHttpScoringClient(_Client):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._coalescer = Coalescer({MatrixRead: self.iter_matrix, LabelRead: self._iter_labels})
+        self._coalescer = Coalescer({MatrixRead: self.iter_matrix, LabelRead: self.iter_labels})
 
     async def read_matrix(
         self,
@@ -321,20 +349,28 @@ class AsyncHttpScoringClient(_Client):
         """See `HttpScoringClient.iter_matrix`."""
         return self._iterate("matrix", reads, timeout_s, return_exceptions, trace_headers)
 
+    def iter_labels(
+        self,
+        reads: LabelBatch | Sequence[LabelRead],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[tuple[int, LabelScore]]:
+        """See `HttpScoringClient.iter_labels`."""
+        return self._iterate("label", reads, timeout_s, return_exceptions, trace_headers)
+
     def submit(self, read: MatrixRead | LabelRead, *, timeout_s: float | None = None) -> asyncio.Future:
         """See `HttpScoringClient.submit`."""
         return self._coalescer.submit(read, self._timeout_s if timeout_s is None else timeout_s)
-
-    def _iter_labels(self, reads: Sequence[LabelRead], **options: Any) -> AsyncIterator[tuple[int, LabelScore]]:
-        return self._iterate("label", reads, **options)
 
     async def _iterate(
         self,
         kind: wire.Kind,
         reads: Any,
-        timeout_s: float | None = None,
-        return_exceptions: bool = False,
-        trace_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None,
+        return_exceptions: bool,
+        trace_headers: Mapping[str, str] | None,
     ) -> AsyncIterator[tuple[int, Any]]:
         batch = wire.BATCH[kind].of(reads)
         deadline = time.monotonic() + wire.ReadOptions(self._timeout_s if timeout_s is None else timeout_s).timeout_s

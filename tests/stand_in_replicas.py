@@ -5,20 +5,29 @@ in pieces. Its scores are those of `StandInRouter`, which anyone can compute.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
 from deployments.replica_calls import ReplicaLost, now
-from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
+from scoring.errors import DeadlineExceeded, InvalidAdapter, Overloaded, ScoringError, TeacherUnavailable
 from tests.stand_in_router import StandInRouter
 
 
 class StandInReplica:
-    """One replica. `fail`, where set, is called with each shard's size and may raise, or give the answer."""
+    """One replica. `fail`, where set, is called with each shard's size and may raise, or give the answer.
 
-    def __init__(self, step_tokens: int = 1000, step_s: float = 0.005, max_outstanding_tokens: int = 1 << 40) -> None:
+    With a `block` it has a prefix cache with blocks of so many tokens, which forgets nothing.
+    """
+
+    def __init__(
+        self, step_tokens: int = 1000, step_s: float = 0.005, max_outstanding_tokens: int = 1 << 40, block: int = 0
+    ) -> None:
         self.step_tokens, self.step_s, self.limit = step_tokens, step_s, max_outstanding_tokens
+        self.block, self.prefilled = block, 0
+        self.cached: set[tuple] = set()
+        self.weight_version = 0
         self.steps = self.outstanding = self.calls = 0
         self.order: list[int] = []  # first prompt id of each read, in the order of the answers
         self.largest_outstanding = self.cancelled = 0
@@ -37,7 +46,18 @@ class StandInReplica:
                 self.cancelled += method != "heartbeat"
                 raise
         if method == "info":
-            return {"max_batched_tokens": self.step_tokens, "max_outstanding_tokens": self.limit, "teacher": "default"}
+            return {
+                "max_batched_tokens": self.step_tokens,
+                "max_outstanding_tokens": self.limit,
+                "teacher": "default",
+                "checkpoint": "0123",
+                "prefix_reuse": self.block > 0,
+                "block_size": self.block or 32,
+            }
+        if method == "adapter_checkpoint":  # in the place of the batch
+            if batch.path.endswith("broken"):
+                raise InvalidAdapter(f"{batch.path} cannot be read")
+            return f"0123+{batch.path}"
         if method == "heartbeat":
             return {
                 "steps": self.steps,
@@ -53,7 +73,8 @@ class StandInReplica:
             raise Overloaded("full (max_outstanding_tokens)", retry_after_s=1.0)
         self.outstanding += tokens
         self.largest_outstanding = max(self.largest_outstanding, self.outstanding)
-        task = asyncio.ensure_future(asyncio.gather(*(self._one(batch[i]) for i in range(len(batch)))))
+        work = [self._prefill(read, (adapters or {}).get(read.teacher)) for read in batch]
+        task = asyncio.ensure_future(asyncio.gather(*(self._one(batch[i], work[i]) for i in range(len(batch)))))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._under_way.add(task)
         try:
@@ -61,7 +82,9 @@ class StandInReplica:
                 await asyncio.wait({task})
                 if task.cancelled():
                     raise ReplicaLost("died")
-            return await getattr(StandInRouter(), method)(batch, return_exceptions=True), self.outstanding - tokens
+            scores = await getattr(StandInRouter(), method)(batch, return_exceptions=True)
+            metas = tuple(dataclasses.replace(meta, weight_version=self.weight_version) for meta in scores.metas)
+            return dataclasses.replace(scores, metas=metas), self.outstanding - tokens
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -77,8 +100,19 @@ class StandInReplica:
         for call in self._under_way:
             call.cancel("died")
 
-    async def _one(self, read) -> None:
-        entry = [len(read.prompt_ids) + len(getattr(read, "response_ids", ())), asyncio.Event()]
+    def _prefill(self, read, adapter) -> int:
+        """Tokens of a read that are not cached; from now on they are, as far as they can be."""
+        ids = [*read.prompt_ids.tolist(), *getattr(read, "response_ids", np.zeros(0, int)).tolist()]
+        work = len(ids)
+        for end in range(self.block, len(read.prompt_ids), self.block) if self.block else ():
+            prefix = (adapter, *ids[:end])
+            work = len(ids) - end if prefix in self.cached else work
+            self.cached.add(prefix)
+        self.prefilled += work
+        return work
+
+    async def _one(self, read, work: int) -> None:
+        entry = [work, asyncio.Event()]
         self._queue.append(entry)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())

@@ -43,8 +43,8 @@ class StandInRouter:
         self.calls: list[dict] = []
         self.before: Callable = lambda: None
 
-    async def names(self) -> tuple[str, ...]:
-        return tuple(await self.teachers())
+    async def served_by(self) -> dict[str, str]:
+        return {name: f"Teacher-{name}" for name in await self.teachers()}
 
     async def teachers(self) -> dict[str, dict]:
         return {name: self.info(name) for name in ("default", "math")}

@@ -45,7 +45,8 @@ async def test_an_answer_that_comes_after_patience_has_run_out_is_kept(asked):
     assert len(asked) == 2
 
 
-async def test_an_answer_from_before_a_change_does_not_undo_it(asked):
+async def test_an_answer_from_before_a_change_does_not_undo_it(asked, monkeypatch):
+    monkeypatch.setattr("deployments.catalog._PATIENCE_S", 5.0)
     catalog = Catalog("app")
     await known(catalog, asked)
     finding = asyncio.create_task(catalog.find(now() + 1))

@@ -962,6 +962,36 @@ def test_a_failing_read_of_a_cut_batch_is_named_by_its_place_in_the_whole(router
     assert isinstance(error, InvalidRead) and error.read == 5
 
 
+@pytest.mark.parametrize("failing", [{5}, {0, 5}, set(range(7))], ids=["last", "first", "all"])
+def test_a_call_that_fails_leaves_the_answers_of_the_other_calls_of_a_cut_batch(ask, failing):
+    limits = BatchLimits(2, 10**6, 10**6, 10**6)
+
+    class Limited(StandInRouter):
+        async def read_labels(self, reads, **options):
+            limits.check(reads)
+            for read in reads:
+                if read.label_ids[0] in failing:
+                    raise WrongEngineAnswer(f"no answer to {read.label_ids[0]}")
+            return await super().read_labels(reads, **options)
+
+    router = Limited()
+    reads = [LabelRead([1], [i]) for i in range(7)]
+    with served(build_api(lambda: router, limits)) as url:
+        with pytest.raises(WrongEngineAnswer, match=f"no answer to {min(failing)}"):
+            ask(url, "read_labels", reads)
+        if len(failing) == 7:
+            with pytest.raises(WrongEngineAnswer, match="no answer to 0"):  # as of a batch that was not cut
+                ask(url, "read_labels", reads, return_exceptions=True)
+            return
+        scores = ask(url, "read_labels", reads, return_exceptions=True)
+    lost = {i for i in range(7) if {i // 2 * 2, i // 2 * 2 + 1} & failing}
+    for i, answer in enumerate(scores):
+        if i in lost:
+            assert isinstance(answer, WrongEngineAnswer) and answer.read == i
+        else:
+            assert answer.logprobs.tolist() == [score(i)]
+
+
 def test_one_read_that_is_too_big_by_itself_is_an_error_with_the_limit(router, ask):
     limits = BatchLimits(10, 10**6, 10**7, 1_000_000)
 
@@ -994,6 +1024,18 @@ def test_reads_are_handed_out_as_they_finish_over_http(server, router):
         assert isinstance(dict(client.iter_matrix(bad, return_exceptions=True))[3], InvalidRead)
 
 
+def test_label_reads_are_handed_out_as_they_finish_over_http(server, router):
+    reads = [LabelRead([1] * 300, [i]) for i in range(200)]
+    with HttpScoringClient(server) as client:
+        seen = dict(client.iter_labels(reads))
+        assert [seen[i].logprobs.tolist() for i in range(200)] == [[score(i)] for i in range(200)]
+        assert len(router.calls) > 2
+        bad = [*reads[:3], LabelRead([1], [4000])]
+        with pytest.raises(InvalidRead, match="read 3"):
+            dict(client.iter_labels(bad))
+        assert isinstance(dict(client.iter_labels(bad, return_exceptions=True))[3], InvalidRead)
+
+
 async def test_an_iteration_that_is_left_leaves_nothing_behind(server, router):
     router.before = lambda: asyncio.sleep(0.05)
     reads = [MatrixRead([1] * 300, [i]) for i in range(200)]
@@ -1012,6 +1054,17 @@ def test_closing_a_client_cancels_what_was_submitted(server, router):
         time.sleep(0.001)
     client.close()
     assert future.cancelled()
+
+
+def test_a_client_that_is_closed_says_so(server):
+    client = HttpScoringClient(server)
+    client.submit(LabelRead([1], [2])).result(10)
+    client.close()
+    threads = threading.active_count()
+    for ask in (client.submit, client.iter_labels, client.iter_matrix, client.read_labels):
+        with pytest.raises(RuntimeError, match="closed"):
+            ask([LabelRead([1], [2])] if ask != client.submit else LabelRead([1], [2]))
+    assert threading.active_count() == threads
 
 
 def test_submitted_reads_travel_together_over_http(server, router):

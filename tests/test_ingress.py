@@ -1,14 +1,15 @@
 """How the ingress adds adapters and takes them back, over replicas that are stand-ins."""
 
 import asyncio
+import copy
 
 import pytest
 
-from deployments.ingress import Ingress
+from deployments.ingress import Ingress, _Readiness
 from deployments.router import Router
 from scoring import LabelRead
 from scoring.adapters import Adapter
-from scoring.errors import InvalidAdapter, UnknownTeacher
+from scoring.errors import InvalidAdapter, TeacherUnavailable, UnknownTeacher
 from tests.stand_in_replicas import StandInReplica, StandInReplicas
 from tests.stand_in_router import StandInRouter
 
@@ -82,6 +83,41 @@ async def test_a_serial_that_a_replica_has_seen_is_recorded_even_if_the_adapter_
         await ingress.add_adapter("tone", "default", "bad")
     assert saved[-1] == {"adapters": {}, "last_serial": replica.brought[-1].serial}
     assert "tone" not in (await ingress.catalog())["deployments"]
+
+
+async def test_a_change_that_cannot_be_recorded_is_not_made(ingress, monkeypatch):
+    await ingress.add_adapter("tone", "default", "good")
+    before = copy.deepcopy(await ingress.catalog())
+
+    def fail(app_name, document):
+        if document["adapters"] != {"tone": {"path": "good", "serial": 1, "deployment": "Teacher-default"}}:
+            raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr("deployments.record.save", fail)
+    for change in (
+        ingress.add_adapter("new", "default", "good"),
+        ingress.add_adapter("tone", "default", "other"),
+        ingress.remove_adapter("tone"),
+    ):
+        with pytest.raises(TeacherUnavailable, match="could not be recorded, nothing was changed: the store is gone"):
+            await change
+        assert await ingress.catalog() == before
+
+
+async def test_readiness_asks_one_read_of_all_that_share_replicas(ingress, replica):
+    await ingress.add_adapter("tone", "default", "good")
+    ingress._catalog["deployments"]["judge"] = "Teacher-default"
+    asked = []
+
+    async def read_labels(reads, timeout_s):
+        asked.extend(read.teacher for read in reads)
+
+    ingress._router.read_labels = read_labels
+    readiness = _Readiness(lambda: ingress._router)
+    assert await readiness.check(None) == dict.fromkeys(["default", "tone", "judge"], "ready")
+    assert asked == ["default"]
+    assert await readiness.check("tone") == {"tone": "ready"}
+    assert asked == ["default", "tone"]
 
 
 async def test_changes_at_once_take_turns(ingress, replica):

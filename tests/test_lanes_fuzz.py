@@ -34,7 +34,8 @@ class Replica(StandInReplica):
 
 def new_replica(rng: random.Random) -> StandInReplica:
     limit = rng.choice([1 << 40, 1500])
-    return Replica(step_tokens=500, step_s=rng.choice([0.001, 0.003, 0.01]), max_outstanding_tokens=limit)
+    step_s, block = rng.choice([0.001, 0.003, 0.01]), rng.choice([16, 16, 16, 0])
+    return Replica(step_tokens=500, step_s=step_s, max_outstanding_tokens=limit, block=block)
 
 
 def refusing(rng: random.Random):

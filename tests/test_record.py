@@ -35,6 +35,10 @@ assert record.load("app") == {}
 record.save("app", {"adapters": {"a": 1}})
 assert ray.get(elsewhere.remote()) == {"adapters": {"a": 1}}
 assert record.load("app") == {"adapters": {"b": 2}} and record.load("other") == {}
+record.save("app", {"adapters": {"b": 2}, "last_serial": 7})
+record.forget_adapters("app")
+record.forget_adapters("other")
+assert record.load("app") == {"adapters": {}, "last_serial": 7} and record.load("other") == {}
 ray.shutdown()
 print("as it should be")
 """

@@ -8,12 +8,15 @@ import gc
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deployments.delivery import MAX_RETRIES, _pause
 from deployments.replica_calls import ReplicaLost
 from deployments.router import Router
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead, MatrixScores
 from scoring.adapters import Adapter
+from scoring.affinity import Prefixes, find_groups, plan_by_prefix
 from scoring.coalescing import Coalescer
 from scoring.errors import (
     BatchTooLarge,
@@ -153,6 +156,247 @@ async def test_a_slow_replica_hands_over_what_waits(router, replicas):
     assert replicas.by_name["a"].steps > 3 * replicas.by_name["b"].steps
 
 
+async def test_a_replica_of_a_rolling_redeploy_is_used_by_its_own_settings(router, replicas):
+    before = only(replicas)
+    batch = asyncio.create_task(router.read_matrix(reads_of(800, 100)))
+    while before.steps < 3:
+        await asyncio.sleep(0.001)
+    after = replicas.by_name["b"] = StandInReplica(step_tokens=4000)
+    await batch
+    assert before.largest_outstanding <= 2000 < after.largest_outstanding <= 8000
+
+
+async def test_first_calls_at_once_ask_one_replica_once_what_it_takes(router, replicas):
+    asked = []
+    for name, replica in replicas.by_name.items():
+
+        async def counted(method, *args, name=name, call=replica.call, **options):
+            if method == "info":
+                asked.append(name)
+                await asyncio.sleep(0.02)
+            return await call(method, *args, **options)
+
+        replica.call = counted
+    await asyncio.gather(*(router.read_matrix([READS[0]]) for _ in range(50)), router.teachers())
+    assert len(asked) == 2 and len(set(asked)) == 1  # "default" has one replica asked, and so has "math"
+
+
+async def test_what_a_replica_takes_is_asked_no_longer_when_all_callers_have_left(router, replicas):
+    for replica in replicas.by_name.values():
+        replica.deaf = True
+    calls = [asyncio.create_task(router.read_matrix([READS[0]])) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    await asyncio.sleep(0.02)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    for replica in replicas.by_name.values():
+        replica.deaf = False
+
+
+async def test_thousands_of_single_reads_take_turns_in_a_time_in_proportion(replicas, monkeypatch):
+    """Counted in looks at calls: of each only a few, however many wait."""
+    looks = 0
+
+    def look(call):
+        nonlocal looks
+        looks += 1
+        return id(call)
+
+    monkeypatch.setattr("deployments.lane.Call.__hash__", look)
+    only(replicas, step_tokens=10_000, step_s=0.001)
+    router = Router("app", CATALOG)
+    await asyncio.gather(*(router.read_matrix(reads_of(1, 50, priority=i % 3)) for i in range(1000)))
+    assert looks < 100 * 1000
+    (lane,) = router._lanes["Teacher-default"]._lanes.values()
+    assert not lane._turns  # which would keep batches that are answered
+
+
+# ---- prefixes
+
+
+def samples(prompt, count=8, length=100, response=2, **fields):
+    """`count` reads of one prompt, all of the id `prompt`."""
+    return [MatrixRead([prompt] * length, [prompt, i][:response], **fields) for i in range(count)]
+
+
+def caching(replicas, count=2, block=16, **settings):
+    """`count` replicas with a prefix cache."""
+    replicas.by_name = {name: StandInReplica(block=block, **settings) for name in "abcdefgh"[:count]}
+    return list(replicas.by_name.values())
+
+
+def where(replicas):
+    """Per id of a prompt the replicas that answered it since this was last asked."""
+    found = {}
+    for name, replica in replicas.by_name.items():
+        for prompt in replica.order:
+            found.setdefault(prompt, set()).add(name)
+        replica.order.clear()
+    return found
+
+
+async def test_a_prompt_is_prefilled_once_and_its_reads_stay_together_from_call_to_call(router, replicas):
+    both = caching(replicas)
+    reads = [read for turn in zip(*(samples(prompt) for prompt in range(1, 9)), strict=True) for read in turn]
+    await check(await router.read_matrix(reads), reads)
+    assert sum(replica.prefilled for replica in both) == 8 * (100 + 2 + 7 * (2 + 100 % 16))
+    first = where(replicas)
+    assert all(len(names) == 1 for names in first.values()) and len({min(names) for names in first.values()}) == 2
+    for replica in both:
+        replica.prefilled = 0
+    again = [read for prompt in (3, 1, 7, 5, 2, 8, 4, 6) for read in samples(prompt)]
+    await check(await router.read_matrix(again), again)
+    assert where(replicas) == first
+    assert sum(replica.prefilled for replica in both) == 64 * (2 + 100 % 16)
+
+
+async def test_reads_of_a_prefix_go_out_next_to_each_other(router, replicas):
+    replica = caching(replicas, 1, step_tokens=4000)[0]
+    urgent = [read for prompt in (5, 6) for read in samples(prompt, 2, priority=-1)]
+    reads = [read for turn in zip(*(samples(prompt) for prompt in (1, 2, 3)), strict=True) for read in turn]
+    await router.read_matrix([*reads, *urgent])
+    assert replica.order == [5] * 2 + [6] * 2 + [1] * 8 + [2] * 8 + [3] * 8
+
+
+async def test_label_reads_that_differ_at_their_ends_are_a_group(router, replicas):
+    both = caching(replicas)
+    reads = [LabelRead([rubric] * 384 + [i] * 100, [7]) for i in range(3, 35) for rubric in (1, 2)]
+    await router.read_labels(reads)
+    assert where(replicas) in ({1: {"a"}, 2: {"b"}}, {1: {"b"}, 2: {"a"}})
+    assert sum(replica.prefilled for replica in both) == 2 * 384 + 64 * 100
+
+
+async def test_reads_that_come_one_by_one_follow_their_prompt(router, replicas):
+    caching(replicas, 4)
+    for turn in range(4):
+        for prompt in range(1, 9):
+            await router.read_matrix(samples(prompt)[turn : turn + 1])
+            await router.read_labels([LabelRead([prompt] * 100, [turn])])
+    assert all(len(names) == 1 for names in where(replicas).values())
+
+
+async def test_a_prompt_with_more_reads_than_a_replica_should_have_is_shared_out(router, replicas):
+    four = caching(replicas, 4)
+    reads = samples(1, count=400, response=1)
+    await check(await router.read_matrix(reads), reads)
+    work = [replica.prefilled for replica in four]
+    assert max(work) < 1.1 * min(work) and sum(work) == 4 * 101 + 396 * 5
+
+
+async def test_the_window_is_of_what_the_engine_must_prefill(router, replicas):
+    """Else the engine would wait: a window of two steps of tokens would be a fraction of a step's work."""
+    replica = caching(replicas, 1, max_outstanding_tokens=64_000)[0]
+    await router.read_matrix(samples(1, count=1600, response=1))
+    work = 101 + 1599 * 5
+    assert replica.prefilled == work and replica.steps <= work / 1000 + 4
+    assert 10_000 < replica.largest_outstanding <= 32_000 * 1.25  # cached or not: half of what it takes
+
+
+calls_of_prompts = st.lists(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8), min_size=1, max_size=6
+)
+
+
+@given(calls_of_prompts)
+@settings(max_examples=30)
+def test_whatever_is_asked_nobody_is_thought_to_hold_what_it_does_not_and_no_replica_gets_too_much(calls):
+    asyncio.run(read_calls(calls))
+
+
+async def read_calls(calls):
+    replicas = StandInReplicas()
+    three = caching(replicas, 3, block=4, step_s=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deployments.router.Replicas", lambda *args: replicas)
+        router = Router("app", CATALOG)
+        for call in calls:
+            for replica in three:
+                replica.prefilled = 0
+            reads = [read for prompt, count in call for read in samples(prompt, count, length=10 * prompt)]
+            await check(await router.read_matrix(reads), reads)
+            work, tokens = [replica.prefilled for replica in three], [len(read.prompt_ids) + 2 for read in reads]
+            largest = max(10 * p + 8 * sum(n for q, n in call if q == p) for p, _ in call)  # up to 6 tokens a read
+            assert max(work) <= sum(tokens) / 3 + largest + np.mean(tokens) / 2
+            affinity = router._lanes["Teacher-default"]._affinity
+            for prompt in range(1, 7):
+                batch = MatrixBatch.from_reads(samples(prompt, 1, length=10 * prompt))
+                zeros = np.zeros(1, np.int64)
+                groups = find_groups(Prefixes(batch.ids, batch.offsets, batch.reusable(), 4, zeros), zeros)
+                homes, held = affinity.homes(groups)
+                for home in homes.values():
+                    assert (None, *[prompt] * held[0]) in replicas.by_name[home].cached
+        await asyncio.sleep(0.01)
+        assert router.outstanding() == {}
+
+
+async def test_lost_reads_are_planned_again_as_if_nobody_held_their_prompts(router, replicas, monkeypatch):
+    caching(replicas)
+    reads = [read for prompt in range(1, 9) for read in samples(prompt)]
+    await router.read_matrix(reads)
+    before = where(replicas)
+    counted = []
+
+    def watched(costs, priority, loads, groups, homes, held):
+        counted.append((len(costs), set(homes.values())))
+        return plan_by_prefix(costs, priority, loads, groups, homes, held)
+
+    monkeypatch.setattr("deployments.lanes.plan_by_prefix", watched)
+    replicas.by_name["a"].fail = lambda count: MatrixScores.failed(EngineDead("dead"), count)
+    await check(await router.read_matrix(reads), reads)
+    lost = sum(8 for names in before.values() if names == {"a"})
+    assert counted[0] == (64, {"a", "b"}) and sum(count for count, _ in counted[1:]) == lost > 0
+    assert not set.union(*(homes for _, homes in counted[1:]))
+    assert set.union(*where(replicas).values()) == {"b"}
+
+
+async def test_a_replica_that_leaves_holds_nothing_any_more(router, replicas):
+    caching(replicas)
+    reads = [read for prompt in range(1, 9) for read in samples(prompt)]
+    await router.read_matrix(reads)
+    replicas.by_name["c"] = StandInReplica(block=16)
+    del replicas.by_name["a"]
+    await check(await router.read_matrix(reads), reads)
+    lanes = router._lanes["Teacher-default"]
+    assert "a" not in {*lanes._affinity._recent.values(), *lanes._affinity._older.values()}
+
+
+async def test_new_weights_hold_nothing(router, replicas):
+    both = caching(replicas)
+    reads = [read for prompt in range(1, 9) for read in samples(prompt)]
+    await router.read_matrix(reads)
+    of_a = {prompt for prompt, names in where(replicas).items() if names == {"a"}}
+    affinity = router._lanes["Teacher-default"]._affinity
+    assert set(affinity._recent.values()) == {"a", "b"}
+    both[0].weight_version = 1
+    await router.read_matrix(samples(min(of_a), count=1))  # at home, from where the new version is heard
+    assert where(replicas) == {min(of_a): {"a"}}
+    assert set(affinity._recent.values()) == {"b"}
+
+
+async def test_without_reuse_nothing_is_grouped(router, replicas, monkeypatch):
+    monkeypatch.setattr("deployments.lanes.find_groups", None)
+    monkeypatch.setattr("deployments.lane.Prefixes", None)
+    reads = samples(1, count=20)
+    await check(await router.read_matrix(reads), reads)
+    replicas.by_name["c"] = StandInReplica(block=16)  # a redeploy rolls: not all reuse prefixes, as yet
+    for _ in range(3):
+        await check(await router.read_matrix(reads), reads)
+    lanes = router._lanes["Teacher-default"]._lanes
+    assert [lane.settings.block for lane in lanes.values()] == [0, 0, 16]
+
+
+async def test_an_adapter_shares_no_prefix_with_its_base(replicas):
+    both = caching(replicas)
+    catalog = catalog_with({"polite": Adapter("/p", 1), "terse": Adapter("/t", 2)})
+    reads = [read for name in ("math", "judge", "polite", "terse") for read in samples(1, teacher=name)]
+    await Router("app", catalog).read_matrix(reads, return_exceptions=True)  # the stand-ins answer math only
+    groups = [102 + 15 * 6, 102 + 7 * 6, 102 + 7 * 6]  # an alias is its teacher
+    assert sum(replica.prefilled for replica in both) == sum(groups)
+    assert {replica.prefilled for replica in both} == {groups[0], groups[1] + groups[2]}
+
+
 # ---- loss, silence
 
 
@@ -246,6 +490,17 @@ async def test_a_heartbeat_that_fails_in_an_unforeseen_way_is_silence(router, re
     await asyncio.wait_for(router.read_matrix(reads_of(4, 100)), 5)
 
 
+async def test_reads_of_a_replica_that_leaves_and_falls_silent_are_answered_by_another(router, replicas):
+    await router.read_matrix(READS)  # both are known
+    replicas.by_name["a"].stopped = True
+    reads = reads_of(40, 100)
+    batch = asyncio.create_task(router.read_matrix(reads, timeout_s=60))
+    await asyncio.sleep(0.01)
+    replicas.by_name.pop("a")
+    assert "a" in router.outstanding()["Teacher-default"]  # it owes answers still
+    await check(await asyncio.wait_for(batch, 5), reads)
+
+
 async def test_a_teacher_whose_only_replica_is_silent_keeps_the_deadline(router, replicas):
     only(replicas).stopped = True
     with pytest.raises(DeadlineExceeded):
@@ -276,7 +531,8 @@ async def test_what_waits_at_its_deadline_fails_and_what_was_answered_is_kept(ro
 
 async def test_a_cancelled_call_is_called_off_at_the_replicas(router, replicas):
     task = asyncio.create_task(router.read_matrix(reads_of(1000, 100)))
-    await asyncio.sleep(0.03)
+    while not all(replica.outstanding for replica in replicas.by_name.values()):
+        await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -484,7 +740,7 @@ async def test_an_unknown_teacher_is_looked_for_once_more_before_it_is_refused(r
             return answer
 
     asking._catalog._ingress = Ingress()
-    assert await asking.names() == ("default", "math")
+    assert await asking.served_by() == CATALOG["deployments"]
     assert len(await asking.read_labels([LabelRead([1], [2], teacher="new")], return_exceptions=True)) == 1
     assert asking._catalog._ingress.asked == 2
     with pytest.raises(UnknownTeacher, match="is 'newer'; the teachers are default, math, new"):
@@ -517,3 +773,54 @@ async def test_a_read_of_an_adapter_travels_with_its_adapter_even_if_that_is_rem
     async for _ in Router("app", catalog).iter_labels(reads, return_exceptions=True):
         catalog["adapters"].pop("polite", None)
     assert seen == [("polite", adapter)] * 2
+
+
+def catalog_with(adapters):
+    """A catalog in which `judge` is an alias of math, and these adapters go over it."""
+    others = dict.fromkeys(["judge", *adapters], "Teacher-math")
+    return CATALOG | {"default": "math", "deployments": CATALOG["deployments"] | others, "adapters": adapters}
+
+
+async def test_an_adapter_says_what_it_goes_over_and_has_a_checkpoint_of_its_own(replicas):
+    adapters = {"polite": Adapter("/adapters/polite", 3), "broken": Adapter("/adapters/broken", 4)}
+    teachers = await Router("app", catalog_with(adapters)).teachers()
+    assert list(teachers) == ["math", "default", "judge", "polite", "broken"]
+    base = {"max_batched_tokens": 1000, "max_outstanding_tokens": 1 << 40, "checkpoint": "0123", "replicas": 2}
+    base |= {"prefix_reuse": False, "block_size": 32}
+    for name in ("math", "default", "judge"):
+        assert teachers[name] == base | {"teacher": name, "default": name == "math"}
+    of_adapter = {"base": "math", "default": False}
+    assert teachers["polite"] == base | of_adapter | {
+        "teacher": "polite",
+        "adapter": "/adapters/polite",
+        "checkpoint": "0123+/adapters/polite",
+    }
+    assert teachers["broken"] == base | of_adapter | {
+        "teacher": "broken",
+        "adapter": "/adapters/broken",
+        "checkpoint": None,
+    }
+
+
+async def test_a_teacher_without_replicas_has_only_its_name(replicas, monkeypatch):
+    empty = StandInReplicas()
+    monkeypatch.setattr("deployments.router.Replicas", lambda *args: empty if args[1] == "math" else replicas)
+    teachers = await Router("app", catalog_with({"polite": Adapter("/p", 1)})).teachers(timeout_s=0.1)
+    assert teachers["math"] == {"teacher": "math", "default": True, "replicas": 0}
+    assert teachers["polite"] == {"teacher": "polite", "default": False, "replicas": 0, "base": "math", "adapter": "/p"}
+    assert teachers["default"]["replicas"] == 2
+    with pytest.raises(TeacherUnavailable, match="no replica of math, default, judge answered"):
+        replicas.by_name.clear()
+        await Router("app", catalog_with({})).teachers(timeout_s=0.1)
+
+
+async def test_what_is_served_no_longer_is_forgotten(replicas):
+    catalog = catalog_with({"polite": Adapter("/p", 1)})
+    router = Router("app", catalog)
+    await router.teachers()
+    assert router._infos.keys() == {"Teacher-default", "Teacher-math"} == router._lanes.keys()
+    assert router._checkpoints.keys() == {Adapter("/p", 1)}
+    catalog["deployments"] = {"math": "Teacher-math"}
+    catalog["adapters"] = {}
+    await router.teachers()
+    assert router._infos.keys() == {"Teacher-math"} == router._lanes.keys() and not router._checkpoints

@@ -7,6 +7,7 @@ import time
 import httpx
 import numpy as np
 import pytest
+from ray import serve
 
 from deployments import record
 from deployments.client import ScoringClient
@@ -80,7 +81,11 @@ def test_an_alias_is_its_teacher_under_another_name(client, tiny_model):
     np.testing.assert_allclose(alias.logprobs, right(tiny_model), atol=LIMIT, rtol=0)
     np.testing.assert_array_equal(alias.logprobs, itself.logprobs)
     assert (alias.meta.teacher, itself.meta.teacher) == ("judge", "default")
-    assert client.teachers()["judge"]["model"] == client.teachers()["default"]["model"]
+    teachers = client.teachers()
+    assert teachers["judge"]["model"] == teachers["default"]["model"]
+    assert teachers["polite"]["base"] == "default"
+    assert teachers["polite"]["checkpoint"] == client.read_matrix([read_of("polite")])[0].meta.checkpoint
+    assert teachers["polite"]["checkpoint"] != teachers["default"]["checkpoint"]
 
 
 def test_adapters_and_their_base_are_mixed_in_one_batch(client, service, folders, tiny_model):
@@ -192,3 +197,12 @@ def test_what_vllm_would_not_apply_is_refused(folders, tmp_path, change, said):
     (tmp_path / "adapter_model.safetensors").write_bytes((folders["polite"] / "adapter_model.safetensors").read_bytes())
     with pytest.raises(InvalidAdapter, match=said):
         check_adapter(tmp_path, 8)
+
+
+def test_what_was_added_is_forgotten_with_the_application(client, service, folders):
+    """The last one: the service is gone after it."""
+    client.add_adapter("lasting", "default", str(folders["strict"]))
+    before = record.load("teacher-scoring")
+    assert "lasting" in before["adapters"]
+    serve.delete("teacher-scoring")
+    assert record.load("teacher-scoring") == before | {"adapters": {}}
