@@ -168,7 +168,7 @@ class TeacherEngine:
         if self._prefix_reuse:
             bound_prefix_reuse(config)
         elif settings.prefix_reuse:
-            logger.warning("no prefix is reused: prefix caching is off (engine_args.enable_prefix_caching, or the model)")
+            logger.warning("prefix_reuse has no effect: prefix caching is off (engine_args.enable_prefix_caching)")
         self._llm = AsyncLLM.from_vllm_config(
             config,
             usage_context=context,

@@ -253,6 +253,8 @@ def test_a_teacher_says_what_it_is_and_what_it_takes(tiny, tiny_path):
         "max_length": 512,
         "max_candidates": 1024,
         "max_batched_tokens": 64,
+        "prefix_reuse": True,
+        "block_size": 32,
         "dtype": "float32",
         "head_dtype": "float32",
         "scores": "logprobs",

@@ -1,7 +1,7 @@
 """Scored reads begin in the cache, at most up to their first scored row: vLLM's schedulers, and engines.
 
-The schedulers are vLLM's own, without a model: what they hand to it is looked at. What engines answer is compared with
-Hugging Face (`tests/oracle.py`).
+The schedulers are vLLM's own, without a model: what they hand to it is looked at. Here are also an engine with vLLM's
+asynchronous scheduler and one without reuse; the others are in `test_exactness.py`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from scoring.engine import EngineSettings, engine_arguments
-from scoring.errors import RefusedSettings
+from scoring import MatrixBatch
+from scoring.engine import EngineSettings, TeacherEngine, engine_arguments
+from scoring.errors import RefusedSettings, WrongEngineAnswer
 from scoring.vllm_extension.prefix_reuse import BoundedAsyncScheduler, BoundedScheduler, bound_prefix_reuse
+from tests.shared_prompts import (
+    check_every_start,
+    check_kinds,
+    check_preemption,
+    check_scores,
+    check_with_and_without,
+    ids,
+    read_of,
+    read_watched,
+)
 
 WINDOW = 80
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 2048, count).tolist()
 
 
 # Schedulers.
@@ -265,3 +272,59 @@ def test_another_scheduler_is_refused(make_config):
     config = make_config(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     with pytest.raises(RefusedSettings, match=r"engine_args.scheduler_cls.* is refused.*setting prefix_reuse turns"):
         bound_prefix_reuse(config)
+
+
+# Engines. The functions run in their processes.
+
+
+def scheduler_of(engine: TeacherEngine) -> str:
+    return engine._llm.vllm_config.scheduler_config.scheduler_cls
+
+
+async def read_unbounded(engine: TeacherEngine, batch: MatrixBatch, *, skip: bool | None = None) -> tuple:
+    """As `read_watched`, of an engine that takes vLLM's own scheduler for one that bounds hits."""
+    engine._prefix_reuse = True
+    try:
+        return await read_watched(engine, batch, skip=skip)
+    finally:
+        engine._prefix_reuse = False
+
+
+def test_with_asynchronous_scheduling_all_of_it_holds(tiny_asynchronous, tiny_model):
+    engine = tiny_asynchronous
+    assert engine.call(scheduler_of) == "scoring.vllm_extension.prefix_reuse.BoundedAsyncScheduler"
+    check_with_and_without(engine, tiny_model, 2, seed=610)
+    check_every_start(engine, tiny_model, seed=620, roomy=False)
+    check_kinds(engine, tiny_model, seed=630)
+    check_preemption(engine, tiny_model, seed=640)
+
+
+def test_an_engine_without_reuse_says_so(tiny_without_reuse):
+    info = tiny_without_reuse.call(TeacherEngine.info)
+    assert (info.prefix_reuse, info.block_size) == (False, 32)
+
+
+def test_without_reuse_no_scored_read_reads_the_cache(tiny_without_reuse, tiny_model):
+    reads = [read_of(150, 60, 10, 701)]
+    for _ in range(2):
+        scores, given = tiny_without_reuse.call(read_watched, MatrixBatch.from_reads(reads))
+        assert given == [True]
+        assert scores.cached_tokens.tolist() == [0]
+        check_scores(tiny_model, reads, scores)
+
+
+def test_scores_lost_to_a_prefix_cache_hit_are_asked_for_again(tiny_without_reuse, tiny_model):
+    reads = [read_of(96, 40, 82, 81)]
+    for due in ([True], [False, True]):  # vLLM leaves the scores out once; the second request brings them
+        scores, given = tiny_without_reuse.call(read_unbounded, MatrixBatch.from_reads(reads))
+        assert given == due
+        check_scores(tiny_model, reads, scores)
+
+
+def test_scores_lost_twice_are_an_error_and_never_made_up(tiny_without_reuse):
+    batch = MatrixBatch.from_reads([read_of(96, 40, 84, 83)])
+    tiny_without_reuse.read_matrix(batch)
+    scores, given = tiny_without_reuse.call(read_unbounded, batch, skip=False)
+    assert given == [False, False]
+    assert isinstance(scores[0], WrongEngineAnswer)
+    assert "no scores" in str(scores[0])

@@ -73,8 +73,8 @@ def bound_prefix_reuse(config: VllmConfig) -> None:
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is not None:
         raise RefusedSettings(
-            f"scheduler_cls = {scheduler.scheduler_cls!r} (engine_args.scheduler_cls, or a model that needs it) is "
-            "refused: the reuse of prefixes has a scheduler of its own (the teacher's setting prefix_reuse turns it off)"
+            f"scheduler_cls = {scheduler.scheduler_cls!r} (engine_args.scheduler_cls, or the model's) is refused: the "
+            "reuse of prefixes has a scheduler of its own (the teacher's setting prefix_reuse turns it off)"
         )
     bounded = BoundedAsyncScheduler if scheduler.async_scheduling else BoundedScheduler
     # By its name: every process of the engine is sent the configuration, and one needs the class.
