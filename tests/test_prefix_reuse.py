@@ -250,6 +250,18 @@ def test_a_read_that_was_preempted_begins_again_before_its_first_row(make_config
     assert again >= 2  # they found blocks of their own in the cache
 
 
+def test_a_bound_that_vllm_gives_holds_where_it_is_less(make_config, monkeypatch):
+    """Only vLLM 0.33 gives one."""
+    engine = Scheduled(BoundedScheduler, make_config())
+    monkeypatch.setattr(Scheduler, "_get_local_prefix_cache_hit", lambda self, request, bound: (request, bound))
+    scored, plain = engine.request(ids(330), 100), engine.request(ids(330), None)
+    for given, due in ((None, None), (64, 64), (320, 100)):
+        request, bound = engine.scheduler._get_local_prefix_cache_hit(scored, given)
+        assert (request.num_tokens, bound) == (101, due)
+        assert request.request_id == scored.request_id
+        assert engine.scheduler._get_local_prefix_cache_hit(plain, given) == (plain, given)
+
+
 @pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler])
 def test_vllms_own_schedulers_read_past_the_first_row(make_config, scheduler):
     """Once they do not, ours have nothing to add."""
