@@ -75,7 +75,91 @@ class StandIn:
             widths=np.full(len(batch), TABLE.shape[1] - 1),
             top_k=np.zeros(len(batch), np.int32),
             extras=np.zeros(len(batch), np.int32),
-            rows=np.tile(np.arange(len(TABLE)), len(batch)),
-            row_offsets=np.arange(len(batch) + 1) * len(TABLE),
             rows=np.tile(rows, len(batch)),
             row_offsets=np.arange(len(batch) + 1) * len(rows),
+            **self.columns(len(batch)),
+        )
+
+    async def read_labels(self, batch: LabelBatch, *, timeout_s: float) -> LabelScores:
+        (read,) = (batch[i] for i in range(len(batch)))
+        values = self.table()[self.wrong_label(len(read.prompt_ids) - 8)]
+        return LabelScores(values=values, offsets=np.array([0, len(values)]), **self.columns(1))
+
+    def columns(self, count: int) -> dict:
+        zeros = np.zeros(count, np.int32)
+        return {
+            "prompt_tokens": zeros,
+            "cached_tokens": zeros,
+            "ids_beyond_tokenizer": zeros,
+            "next_token": zeros,
+            "meta_index": zeros,
+            "metas": (META,),
+        }
+
+
+def check(engine: StandIn, float32: bool) -> None:
+    asyncio.run(check_engine(engine, chunk=64, budget=2048, float32=float32))
+
+
+def shifted(answer: np.ndarray, call: int, copy: int) -> np.ndarray:
+    """In copies at once, every row is the one before."""
+    return np.roll(answer, 1, axis=0) if call == 2 else answer
+
+
+def stale(answer: np.ndarray, call: int, copy: int) -> np.ndarray:
+    """The second chunk of the later copy is that of other tokens."""
+    if (call, copy) == (2, 1):
+        answer = answer.copy()
+        answer[-WINDOW:] = answer[-WINDOW:][::-1]
+    return answer
+
+
+def unbounded(answer: np.ndarray, call: int, copy: int) -> np.ndarray:
+    """After a cached beginning, the rows are those of the next tokens."""
+    return np.roll(answer, -1, axis=0) if call == 3 else answer
+
+
+def first_step(answer: np.ndarray, call: int, copy: int) -> np.ndarray:
+    """The first answer has one score that is off by a thousandth."""
+    if call == 0:
+        answer = answer.copy()
+        answer[17, 3] += 1e-3
+    return answer
+
+
+@pytest.mark.parametrize(("float32", "noise"), [(True, 0.0), (True, 1e-5), (False, 0.0), (False, 0.3)])
+def test_an_engine_that_is_right_passes(float32, noise):
+    check(StandIn(noise=noise), float32)
+
+
+@pytest.mark.parametrize(("float32", "noise"), [(True, 0.0), (False, 0.3)])
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"wrong": shifted}, "copy 0 of 2 of a read at once and the read alone differ"),
+        ({"wrong": stale}, "copy 1 of 2 of a read at once and the read alone differ"),
+        ({"wrong": unbounded}, "the later half of a read after a cached beginning and its rows differ"),
+        ({"wrong_label": lambda row: row - 1}, "a label read and its row of the matrix differ"),
+        ({"wrong": lambda answer, call, copy: -answer if call == 0 else answer}, "the first answer of the engine and"),
+    ],
+    ids=["shifted", "stale", "cached", "label", "first"],
+)
+def test_an_engine_that_contradicts_itself_fails_with_the_numbers(engine, words, float32, noise):
+    with pytest.raises(SelfTestFailed, match=words) as caught:
+        check(StandIn(**engine, noise=noise * float32 or noise), float32)
+    assert caught.value.details["difference"] > 1
+    assert "is due in" in str(caught.value)
+
+
+def test_in_float32_a_first_step_that_is_off_by_a_thousandth_is_found():
+    with pytest.raises(SelfTestFailed, match=r"differ by 0\.001 at row 17 column 3; at most 0\.0002 is due in float32"):
+        check(StandIn(first_step), float32=True)
+
+
+def test_a_read_that_fails_is_raised():
+    class Failing(StandIn):
+        async def read_matrix(self, batch, *, timeout_s):
+            return MatrixScores.failed(TeacherUnavailable("is not there"), len(batch))
+
+    with pytest.raises(TeacherUnavailable, match="is not there"):
+        check(Failing(), float32=True)
