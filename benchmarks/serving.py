@@ -122,7 +122,8 @@ def main() -> None:
     even = make_reads(np.full(64, 256), width=16)
     short = make_reads(np.full(1, 64), width=16)
 
-    teacher = {"model": checkpoint, "dtype": "bfloat16", "engine_args": ENGINE_ARGS}
+    # The same reads are asked in every round, and bare vLLM computes them anew each time.
+    teacher = {"model": checkpoint, "dtype": "bfloat16", "prefix_reuse": False, "engine_args": ENGINE_ARGS}
     teachers = {"one": teacher | {"num_replicas": 1}, "default": teacher | {"num_replicas": 2}}
     print("starting two teachers and two bare engines", flush=True)
     service = ServeProcess(folder, {"teachers": teachers})

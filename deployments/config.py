@@ -55,6 +55,8 @@ class TeacherConfig(BaseModel):
     share_head: bool = True
     """Whether the scored rows of a step's reads are multiplied by the output head together: for many short reads its
     weights are then read once, not once a read."""
+    prefix_reuse: bool = True
+    """Whether a beginning that reads share is computed once: vLLM's prefix cache, up to the first scored row."""
     max_outstanding_tokens: int | None = Field(default=None, ge=1)
     """Tokens (prompt and response) of unanswered reads that one replica takes; a shard beyond them is refused with
     `Overloaded`, unless it is alone. Default: 64 engine steps (64 x max_num_batched_tokens)."""

@@ -62,6 +62,7 @@ class Teacher:
                     scores=settings.scores,
                     max_candidates=settings.max_candidates,
                     share_head=settings.share_head,
+                    prefix_reuse=settings.prefix_reuse,
                     engine_args=engine_args(settings),
                 )
             )

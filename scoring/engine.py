@@ -56,6 +56,7 @@ from scoring.scores import NO_TOKEN, LabelScores, MatrixScores, ReadMeta
 from scoring.self_test import check_engine
 from scoring.vllm_extension.gather import asked_for
 from scoring.vllm_extension.guard import refuse_unreplaced, refuse_unreplaced_options
+from scoring.vllm_extension.prefix_reuse import bound_prefix_reuse
 from scoring.vllm_extension.version import ENGINE_SERIES
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class EngineSettings:
         max_candidates: largest K of a read, and largest `top_k`.
         share_head: whether the rows of all reads of a step are multiplied by the output head together (up to 1,024 at
             once, on a CPU 256), or those of each read by themselves.
+        prefix_reuse: whether reads take the beginning that they share with earlier ones from vLLM's prefix cache, up to
+            the first scored row. Needs prefix caching, which vLLM has on unless `engine_args` say otherwise.
         engine_args: passed through to vLLM's `AsyncEngineArgs`. What this project must fix is refused there.
     """
 
@@ -92,12 +95,16 @@ class EngineSettings:
     scores: Literal["logprobs", "logits"] = "logprobs"
     max_candidates: int = 1024
     share_head: bool = True
+    prefix_reuse: bool = True
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TeacherInfo:
-    """What a teacher is and what it takes: `client.teachers()`, `GET /v1/teachers`."""
+    """What a teacher is and what it takes: `client.teachers()`, `GET /v1/teachers`.
+
+    With `prefix_reuse`, a beginning that reads share is computed once, in whole blocks of `block_size` tokens.
+    """
 
     teacher: str
     model: str
@@ -106,6 +113,8 @@ class TeacherInfo:
     max_length: int
     max_candidates: int
     max_batched_tokens: int
+    prefix_reuse: bool
+    block_size: int
     dtype: str
     head_dtype: str
     scores: str
@@ -155,6 +164,11 @@ class TeacherEngine:
         config = args.create_engine_config(context)
         check_config(config)
         refuse_unreplaced_options(config)
+        self._prefix_reuse = settings.prefix_reuse and bool(config.cache_config.enable_prefix_caching)
+        if self._prefix_reuse:
+            bound_prefix_reuse(config)
+        elif settings.prefix_reuse:
+            logger.warning("prefix_reuse has no effect: prefix caching is off (engine_args.enable_prefix_caching)")
         self._llm = AsyncLLM.from_vllm_config(
             config,
             usage_context=context,
@@ -182,6 +196,8 @@ class TeacherEngine:
             max_length=self.limits.max_length,
             max_candidates=self.limits.max_candidates,
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            prefix_reuse=self._prefix_reuse,
+            block_size=config.cache_config.block_size,
             dtype=self._dtype,
             head_dtype=self._head_dtype,
             scores=self.settings.scores,
@@ -469,9 +485,11 @@ class TeacherEngine:
         start = len(read.prompt_ids) - 1 + first
         asked = {"priority": read.priority, "trace_headers": trace_headers, "adapter": adapter}
         extra_args = asked_for(columns, self.settings.share_head)
-        output = await self._generate(sequence, self._scoring_params(ids, start, extra_args=extra_args), **asked)
+        skip = not self._prefix_reuse
+        params = self._scoring_params(ids, start, extra_args=extra_args, skip_reading_prefix_cache=skip)
+        output = await self._generate(sequence, params, **asked)
         if output.prompt_token_id_logprobs is None:
-            # vLLM drops the scores of a prefill that began after `start` (a prefix cache hit too long).
+            # vLLM drops the scores of a prefill that began after `start`: a prefix cache hit that was not bounded.
             logger.warning("vLLM returned no scores for a read; asking again without its prefix cache")
             params = self._scoring_params(ids, start, extra_args=extra_args, skip_reading_prefix_cache=True)
             output = await self._generate(sequence, params, **asked)
@@ -702,7 +720,7 @@ _REFUSED = {
     "logprobs_mode": "it follows from the teacher's setting scores (logprobs or logits)",
     "generation_config": "a checkpoint's sampling defaults must not touch scores",
     "speculative_config": "speculative decoding breaks label reads",
-    "kv_transfer_config": "KV connectors are not covered by the reuse of prefixes",
+    "kv_transfer_config": "KV connectors are not covered: what they bring is not bounded by the first scored row",
     "kv_sharing_fast_prefill": "it makes the scores of prompt tokens wrong",
 }
 

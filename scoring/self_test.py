@@ -6,6 +6,8 @@ differed from all later ones. What one engine says twice must be the same, whate
 - its very first answer, and the same read asked again;
 - that read alone, and copies of it at once, of which the later ones begin where a step has room left, so that their
   chunks end elsewhere;
+- that read, whose prompt is shorter than a block of the prefix cache, and the later half of its rows, for which what
+  comes before them is taken from the cache;
 - a row of the matrix, and the label read of the same position.
 
 It costs a bounded number of tokens. Where one step takes too many, the reads are short and no chunk ends in them:
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +32,7 @@ from scoring.batches import LabelBatch, MatrixBatch
 from scoring.errors import SelfTestFailed
 from scoring.limits import TeacherLimits
 from scoring.reads import LabelRead, MatrixRead
-from scoring.scores import LabelScores, MatrixScores
+from scoring.scores import LabelScores, MatrixScore, MatrixScores
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,8 @@ class Probe:
 
     @property
     def tokens(self) -> int:
-        """Prefilled in all: alone twice, the copies, and a label read."""
-        return (3 + self.copies) * self.length
+        """Prefilled in all, if nothing were cached: alone twice, the copies, its later half, and a label read."""
+        return (4 + self.copies) * self.length
 
 
 def plan_probe(chunk: int, max_length: int, budget: int) -> Probe:
@@ -104,19 +106,22 @@ async def check_engine(engine: Engine, *, chunk: int, budget: int, float32: bool
     limits = engine.limits
     probe = plan_probe(chunk, limits.max_length, budget)
     read = _read(probe.length, limits)
+    half = len(read.response_ids) // 2
+    later = replace(read, rows=slice(half, None))
 
-    async def ask(copies: int) -> list[np.ndarray]:
-        """float32 [R, 1 + K] each: the response's own column first."""
-        scores = await engine.read_matrix(MatrixBatch.from_reads([read] * copies), timeout_s=_TIMEOUT_S)
-        return [np.column_stack([s.response_logprobs, s.logprobs]) for s in scores.raise_first()]
+    async def ask(*reads: MatrixRead) -> MatrixScores:
+        scores = await engine.read_matrix(MatrixBatch.from_reads(reads), timeout_s=_TIMEOUT_S)
+        return scores.raise_first()
 
-    (first,) = await ask(1)
+    (first,) = map(_columns, await ask(read))
     started = time.monotonic()
-    (alone,) = await ask(1)
+    (alone,) = map(_columns, await ask(read))
     seconds_per_token = (time.monotonic() - started) / probe.length
     compare("the first answer of the engine", first, "the same read asked again", alone, float32)
-    for i, copy in enumerate(await ask(probe.copies)):
+    for i, copy in enumerate(map(_columns, await ask(*[read] * probe.copies))):
         compare(f"copy {i} of {probe.copies} of a read at once", copy, "the read alone", alone, float32)
+    (warm,) = await ask(later)
+    compare("the later half of a read after a cached beginning", _columns(warm), "its rows", alone[half:], float32)
     # Of the later half, the row that differs most from the one before: mistaken for it, it is found out.
     row = 1 + int(np.abs(np.diff(alone, axis=0)).mean(axis=1)[len(alone) // 2 :].argmax()) + len(alone) // 2
     label = LabelRead(
@@ -128,7 +133,10 @@ async def check_engine(engine: Engine, *, chunk: int, budget: int, float32: bool
     with_label[row] = scores.logprobs
     compare("a label read", with_label, "its row of the matrix", alone, float32, rows=1)
     logger.info(
-        "self-test passed: reads of %d tokens%s", probe.length, "" if probe.chunked else ", none prefilled in chunks"
+        "self-test passed: reads of %d tokens, %d of them cached%s",
+        probe.length,
+        warm.meta.cached_tokens,
+        "" if probe.chunked else ", none prefilled in chunks",
     )
     return seconds_per_token
 
@@ -158,6 +166,11 @@ def compare(what: str, one: np.ndarray, what_else: str, other: np.ndarray, float
             f"column {column}; {due}",
             difference=largest,
         )
+
+
+def _columns(score: MatrixScore) -> np.ndarray:
+    """float32 [R, 1 + K]: the response's own column first."""
+    return np.column_stack([score.response_logprobs, score.logprobs])
 
 
 def _read(length: int, limits: TeacherLimits) -> MatrixRead:

@@ -63,7 +63,7 @@ def engines(request, tmp_path_factory):
         engine_args = {"max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
         return EngineSettings(path, teacher="smollm2", dtype=dtype, engine_args=engine_args, **options)
 
-    def tiny_cramped() -> EngineSettings:
+    def tiny_cramped(**engine_args) -> EngineSettings:
         return tiny(
             engine_args={
                 "max_num_batched_tokens": 512,
@@ -72,6 +72,7 @@ def engines(request, tmp_path_factory):
                 "long_prefill_token_threshold": 32,
                 "scheduler_reserve_full_isl": False,
                 "kv_cache_memory_bytes": 19 * TINY_BLOCK_BYTES,
+                **engine_args,
             }
         )
 
@@ -85,6 +86,10 @@ def engines(request, tmp_path_factory):
             {
                 "smollm2_bf16": lambda: smollm2("bfloat16"),
                 "smollm2_bf16_head_f32": lambda: smollm2("bfloat16", head_dtype="float32"),
+            },
+            {
+                "tiny_without_reuse": lambda: tiny(prefix_reuse=False),
+                "tiny_asynchronous": lambda: tiny_cramped(async_scheduling=True),
             },
         ],
         cores=sorted(os.sched_getaffinity(0)),
@@ -126,3 +131,15 @@ def smollm2_bf16(engines) -> EngineProcess:
 def smollm2_bf16_head_f32(engines) -> EngineProcess:
     """A bfloat16 body under a float32 head."""
     return engines["smollm2_bf16_head_f32"]
+
+
+@pytest.fixture
+def tiny_without_reuse(engines) -> EngineProcess:
+    """As `tiny`; its scheduler is vLLM's own, and no scored read reads the prefix cache."""
+    return engines["tiny_without_reuse"]
+
+
+@pytest.fixture
+def tiny_asynchronous(engines) -> EngineProcess:
+    """As `tiny_cramped`, with the scheduler of GPUs, which schedules a step while the one before is computed."""
+    return engines["tiny_asynchronous"]

@@ -38,11 +38,26 @@ async def hosted_engine(settings: EngineSettings) -> AsyncIterator[TeacherEngine
     """The engine that a process hosts."""
     from scoring.engine import TeacherEngine
 
+    if settings.engine_args.get("async_scheduling"):
+        _keep_async_scheduling()
     engine = TeacherEngine(settings)
     try:
         yield engine
     finally:
         engine.shutdown()
+
+
+def _keep_async_scheduling() -> None:
+    """Let an engine on a CPU have it: vLLM's platform turns it off there, as of no use."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def and_keep(platform: type, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(and_keep)
 
 
 class EngineProcess:

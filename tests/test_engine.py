@@ -253,6 +253,8 @@ def test_a_teacher_says_what_it_is_and_what_it_takes(tiny, tiny_path):
         "max_length": 512,
         "max_candidates": 1024,
         "max_batched_tokens": 64,
+        "prefix_reuse": True,
+        "block_size": 32,
         "dtype": "float32",
         "head_dtype": "float32",
         "scores": "logprobs",
@@ -672,7 +674,7 @@ async def steps_of(engine: TeacherEngine, read: MatrixRead) -> tuple[int, int]:
 
 
 def test_every_step_is_counted_also_those_that_give_no_output(tiny):
-    steps, outstanding = tiny.call(steps_of, MatrixRead(ids(200), ids(100)))
+    steps, outstanding = tiny.call(steps_of, MatrixRead(ids(200, 901), ids(100)))
     assert steps in (5, 6)  # 300 tokens, 64 a step
     assert outstanding == 1
 

@@ -14,15 +14,21 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
-from vllm.v1.metrics.reader import get_metrics_snapshot
 
 from scoring import LabelBatch, LabelRead, MatrixRead, MatrixScores
 from scoring.batches import MatrixBatch
 from scoring.engine import TeacherEngine
-from scoring.errors import SelfTestFailed, WrongEngineAnswer
+from scoring.errors import SelfTestFailed
 from tests import golden_read
 from tests.engine_process import EngineProcess
 from tests.oracle import hf_logprobs
+from tests.shared_prompts import (
+    check_every_start,
+    check_kinds,
+    check_preemption,
+    check_with_and_without,
+    counter,
+)
 
 V = 2048
 TINY = 3e-5  # float32 on the tiny teacher, nats
@@ -122,11 +128,6 @@ async def read_by_products(engine, batch, *, share_head: bool):
         engine.settings = settings
 
 
-def counter(engine, name: str) -> float:
-    """One of vLLM's own counters."""
-    return next(metric.value for metric in get_metrics_snapshot() if metric.name == name)
-
-
 async def steps_of(engine, batch) -> tuple:
     """The answer to a batch of one read, and in how many steps it was prefilled.
 
@@ -145,28 +146,6 @@ async def steps_of(engine, batch) -> tuple:
     finally:
         del loggers.record
     return scores, sum(running) + 1  # it runs on after every step but the last
-
-
-async def read_with_the_cache(engine, batch, *, always: bool) -> tuple:
-    """The answer to a batch where the first request of a read (or every one) may read vLLM's prefix cache, and
-    for each request whether vLLM gave scores."""
-    params, generate, given = engine._scoring_params, engine._generate, []
-
-    def cached_first(columns, start, **options):
-        if always:
-            options.pop("skip_reading_prefix_cache", None)
-        return params(columns, start, **{"skip_reading_prefix_cache": False, **options})
-
-    async def watched(*args, **options):
-        output = await generate(*args, **options)
-        given.append(output.prompt_token_id_logprobs is not None)
-        return output
-
-    engine._scoring_params, engine._generate = cached_first, watched
-    try:
-        return await engine.read_matrix(batch), given
-    finally:
-        del engine._scoring_params, engine._generate
 
 
 # The tiny teacher in float32.
@@ -419,28 +398,6 @@ def test_a_label_read_after_a_matrix_read_of_the_same_tokens_is_exact(tiny, tiny
     np.testing.assert_allclose(score.logprobs, hf_logprobs(tiny_model, prompt)[-1, [1, 2, 3]], rtol=0, atol=TINY)
 
 
-def test_scores_lost_to_a_prefix_cache_hit_are_asked_for_again(tiny, tiny_model):
-    read = {"prompt_ids": ids(96, 81), "response_ids": ids(40, 82), "candidate_ids": candidates_of(40, 8)}
-    wanted = expected(hf_logprobs(tiny_model, read["prompt_ids"] + read["response_ids"]), read)
-    batch = MatrixBatch.from_reads([MatrixRead(**read)])
-    cold, given = tiny.call(read_with_the_cache, batch, always=False)
-    assert given == [True]
-    warm, given = tiny.call(read_with_the_cache, batch, always=False)
-    assert given == [False, True]  # vLLM leaves the scores out once; the second request brings them
-    for scores in (cold, warm):
-        assert_scores(scores[0], wanted, TINY)
-
-
-def test_scores_lost_twice_are_an_error_and_never_made_up(tiny):
-    read = MatrixRead(ids(96, 83), ids(40, 84), candidates_of(40, 8))
-    batch = MatrixBatch.from_reads([read])
-    tiny.read_matrix(batch)
-    scores, given = tiny.call(read_with_the_cache, batch, always=True)
-    assert given == [False, False]
-    assert isinstance(scores[0], WrongEngineAnswer)
-    assert "no scores" in str(scores[0])
-
-
 def test_the_golden_numbers_are_still_those_of_hugging_face():
     record = json.loads(golden_read.FILE.read_text())
     made_with = f"made with torch {record['torch']} and transformers {record['transformers']}"
@@ -483,6 +440,25 @@ def test_reads_that_were_preempted_are_exact(tiny_cramped, tiny_model):
         assert_asked(score, table, read, TINY)
 
 
+# The prefix cache, read up to the first scored row.
+
+
+def test_reads_of_one_prompt_score_the_same_with_and_without_the_cache(tiny, tiny_model):
+    check_with_and_without(tiny, tiny_model, 6, seed=510)
+
+
+def test_a_read_that_begins_in_the_cache_is_exact_wherever_its_first_row_is(tiny, tiny_model):
+    check_every_start(tiny, tiny_model, seed=520)
+
+
+def test_both_kinds_of_reads_of_one_prompt_are_exact(tiny, tiny_model):
+    check_kinds(tiny, tiny_model, seed=530)
+
+
+def test_reads_of_one_prompt_that_preempt_each_other_are_exact(tiny_cramped, tiny_model):
+    check_preemption(tiny_cramped, tiny_model, seed=540)
+
+
 # The self-test of a new engine, asked of engines that are as exact as this file says, and of one made to be wrong.
 
 
@@ -491,6 +467,23 @@ async def time_of_self_test(engine: TeacherEngine) -> tuple[float, float]:
     started = time.monotonic()
     await engine.self_test()
     return time.monotonic() - started, engine.progress().longest_step_s
+
+
+async def cached_in_self_test(engine: TeacherEngine) -> list[list[int]]:
+    """How many tokens were cached, per read of each of the self-test's batches of matrix reads."""
+    read_matrix, cached = engine.read_matrix, []
+
+    async def watched(batch, **options):
+        scores = await read_matrix(batch, **options)
+        cached.append(scores.cached_tokens.tolist())
+        return scores
+
+    engine.read_matrix = watched
+    try:
+        await engine.self_test()
+    finally:
+        del engine.read_matrix
+    return cached
 
 
 async def self_test_with_a_stale_row(engine: TeacherEngine) -> None:
@@ -519,6 +512,10 @@ def check_self_test(engine: EngineProcess) -> None:
 def test_exact_engines_pass_their_self_test_in_seconds_and_say_how_long_a_step_may_take(tiny, tiny_cramped):
     check_self_test(tiny)
     check_self_test(tiny_cramped)
+
+
+def test_the_self_test_reads_cold_and_from_the_cache(tiny):
+    assert tiny.call(cached_in_self_test) == [[0], [0], [0, 0], [32]]
 
 
 def test_an_engine_with_one_stale_row_in_a_second_chunk_fails_its_self_test(tiny):

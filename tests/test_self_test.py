@@ -68,14 +68,15 @@ class StandIn:
     async def read_matrix(self, batch: MatrixBatch, *, timeout_s: float) -> MatrixScores:
         answers = [self.wrong(self.table(), self.calls, copy).astype(np.float32) for copy in range(len(batch))]
         self.calls += 1
+        rows = np.arange(len(TABLE)) if batch[0].rows is None else batch[0].rows  # of every read the same
         return MatrixScores(
-            values=np.concatenate(answers).reshape(-1),
-            offsets=np.arange(len(batch) + 1) * TABLE.size,
+            values=np.concatenate([answer[rows] for answer in answers]).reshape(-1),
+            offsets=np.arange(len(batch) + 1) * len(rows) * TABLE.shape[1],
             widths=np.full(len(batch), TABLE.shape[1] - 1),
             top_k=np.zeros(len(batch), np.int32),
             extras=np.zeros(len(batch), np.int32),
-            rows=np.tile(np.arange(len(TABLE)), len(batch)),
-            row_offsets=np.arange(len(batch) + 1) * len(TABLE),
+            rows=np.tile(rows, len(batch)),
+            row_offsets=np.arange(len(batch) + 1) * len(rows),
             **self.columns(len(batch)),
         )
 
@@ -113,6 +114,11 @@ def stale(answer: np.ndarray, call: int, copy: int) -> np.ndarray:
     return answer
 
 
+def unbounded(answer: np.ndarray, call: int, copy: int) -> np.ndarray:
+    """After a cached beginning, the rows are those of the next tokens."""
+    return np.roll(answer, -1, axis=0) if call == 3 else answer
+
+
 def first_step(answer: np.ndarray, call: int, copy: int) -> np.ndarray:
     """The first answer has one score that is off by a thousandth."""
     if call == 0:
@@ -132,10 +138,11 @@ def test_an_engine_that_is_right_passes(float32, noise):
     [
         ({"wrong": shifted}, "copy 0 of 2 of a read at once and the read alone differ"),
         ({"wrong": stale}, "copy 1 of 2 of a read at once and the read alone differ"),
+        ({"wrong": unbounded}, "the later half of a read after a cached beginning and its rows differ"),
         ({"wrong_label": lambda row: row - 1}, "a label read and its row of the matrix differ"),
         ({"wrong": lambda answer, call, copy: -answer if call == 0 else answer}, "the first answer of the engine and"),
     ],
-    ids=["shifted", "stale", "label", "first"],
+    ids=["shifted", "stale", "cached", "label", "first"],
 )
 def test_an_engine_that_contradicts_itself_fails_with_the_numbers(engine, words, float32, noise):
     with pytest.raises(SelfTestFailed, match=words) as caught:

@@ -56,6 +56,7 @@ def start(engines, tiny_path, tmp_path_factory):
         "model": str(tiny_path),
         "dtype": "float32",
         "max_outstanding_tokens": LIMIT,
+        "prefix_reuse": False,  # the same reads are asked more than once, and their steps are counted
         "engine_args": {"max_model_len": 512, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20},
     }
     core = min(os.sched_getaffinity(0))
@@ -68,6 +69,12 @@ def teacher(start) -> Iterator[EngineProcess]:
     process = start("teacher")
     yield process
     process.close()
+
+
+def test_the_settings_of_a_teacher_reach_its_engine(teacher):
+    info = teacher.call(Teacher.info)
+    assert (info["dtype"], info["max_length"], info["prefix_reuse"]) == ("float32", 512, False)
+    assert info["max_outstanding_tokens"] == LIMIT
 
 
 # Admission, and what is outstanding.

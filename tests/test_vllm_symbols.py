@@ -129,6 +129,13 @@ def test_members_are_found_through_annotations_assignments_and_what_vllm_yields(
     assert {symbol for symbol, _, _ in found(ENGINE)} == expected
 
 
+def test_members_of_super_are_those_of_the_class_that_vllm_gives():
+    method = " def f(self): super().f(1)\n"
+    source = f"from vllm.a import Base\nclass C(Base):\n{method}class D:\n{method}"
+    calls = {("vllm.a.Base.f", "f:3", call) for call in (None, Arguments(1))}
+    assert found(source) == {("vllm.a.Base", "f:1", None), *calls}
+
+
 def test_arguments_that_a_function_of_ours_hands_on_are_vllms():
     (use,) = find_uses("self._scoring_params(columns, start, skip_reading_prefix_cache=True)", "f")
     assert use == Use(

@@ -8,7 +8,8 @@ there with its parameters (`...` for a default), a class that is not called with
 lacks as null.
 
 Uses are found in `scoring/engine.py` and `scoring/vllm_extension/`: imports, members of what is imported, of
-parameters annotated with it and of what `YIELDS` says it gives, and every call of these.
+parameters annotated with it, of what `YIELDS` says it gives and of the `super()` of a class derived from it, and every
+call of these.
 
 Exempt are the kernels that `scoring.vllm_extension.kernels` replaces. They are named by strings and belong to one
 version on purpose: `scoring.vllm_extension.version` refuses every other one before a kernel is replaced, and
@@ -30,6 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SUPER = "super()"
 
 # What a call or a member of vLLM gives, where members of that are used in turn: nothing in our sources says it.
 YIELDS = {
@@ -37,6 +39,7 @@ YIELDS = {
     "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": "vllm.v1.engine.async_llm.AsyncLLM",
     "vllm.v1.engine.async_llm.AsyncLLM.generate": "vllm.outputs.RequestOutput",
     "vllm.v1.engine.async_llm.AsyncLLM.vllm_config": "vllm.config.VllmConfig",
+    "vllm.config.VllmConfig.cache_config": "vllm.config.CacheConfig",
     "vllm.config.VllmConfig.model_config": "vllm.config.ModelConfig",
     "vllm.config.VllmConfig.parallel_config": "vllm.config.ParallelConfig",
     "vllm.config.VllmConfig.scheduler_config": "vllm.config.SchedulerConfig",
@@ -101,7 +104,7 @@ def _uses_in(scope: ast.AST, file: str, outer: dict[str, str], ours: dict[str, s
         if isinstance(node, ast.Await):
             return held(node.value)
         if isinstance(node, ast.Call):
-            symbol = named(node.func)
+            symbol = known.get(SUPER) if ast.unparse(node) == SUPER else named(node.func)
             return symbol if _is_class(symbol) else YIELDS.get(symbol) or ours.get(ast.unparse(node.func))
         symbol = named(node)
         return ours.get(ast.unparse(node)) or YIELDS.get(symbol, symbol)
@@ -131,6 +134,8 @@ def _uses_in(scope: ast.AST, file: str, outer: dict[str, str], ours: dict[str, s
                     whole = isinstance(node, ast.Import) and not alias.asname
                     known[alias.asname or alias.name.split(".")[0]] = "vllm" if whole else path
                     yield Use(path, where)
+        elif isinstance(node, ast.ClassDef):
+            known[SUPER] = next((symbol for base in node.bases if (symbol := named(base))), None)
         elif isinstance(node, ast.For | ast.AsyncFor):
             learn(node.target, held(node.iter))
         elif isinstance(node, ast.Assign):

@@ -20,7 +20,7 @@ from tests.oracle import hf_logprobs
 from tests.serve_process import ServeProcess
 
 LIMIT = 3e-5
-PROMPT, RESPONSE = [5, 6, 7, 8], [9, 10, 11, 12, 13]
+PROMPT, RESPONSE = list(range(5, 75)), [9, 10, 11, 12, 13]  # of the prompt, 64 tokens come from the prefix cache
 CANDIDATES = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15]]
 
 
@@ -100,6 +100,7 @@ def test_adapters_and_their_base_are_mixed_in_one_batch(client, service, folders
             np.testing.assert_allclose(score.logprobs, truth[name], atol=LIMIT, rtol=0)
             assert score.meta.teacher == (name or "default")
         assert len({score.meta.checkpoint for score in scores}) == 3
+        assert max(score.meta.cached_tokens for score in scores) == 64
         label = by.read_labels([LabelRead(PROMPT, CANDIDATES[0], teacher="strict")])[0]
         np.testing.assert_allclose(label.logprobs, truth["strict"][0], atol=LIMIT, rtol=0)
 
