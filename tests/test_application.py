@@ -188,6 +188,25 @@ def test_label_reads_agree_with_hugging_face_through_every_way_in(client, actor,
             np.testing.assert_allclose(answer, right, atol=LIMIT, rtol=0)
 
 
+def test_a_prompt_is_prefilled_once_and_found_again_by_the_next_call(client, tiny_model):
+    rng, (prompts, samples, length) = np.random.default_rng(9), (8, 6, 200)
+    starts = [rng.integers(0, VOCABULARY, length) for _ in range(prompts)]
+    reads = [
+        MatrixRead(start, rng.integers(0, VOCABULARY, 20), rng.integers(0, VOCABULARY, (20, 4)))
+        for _ in range(samples)
+        for start in starts
+    ]
+    block = client.teachers()["default"]["block_size"]
+    first, again = client.read_matrix(reads), client.read_matrix(reads)
+    held = (length - 1) // block * block
+    assert sorted(score.meta.cached_tokens for score in first) == [0] * prompts + [held] * (samples - 1) * prompts
+    assert {score.meta.cached_tokens for score in again} == {held}
+    for read, one, other in zip(reads, first, again, strict=True):
+        logprobs, _ = expected(tiny_model, read)
+        for score in (one, other):
+            np.testing.assert_allclose(score.logprobs, logprobs, atol=LIMIT, rtol=0)
+
+
 def test_both_replicas_take_part_and_each_has_a_core_of_its_own(client):
     places = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("placement").results(timeout_s=30)
     assert len({place["pid"] for place in places}) == 2
