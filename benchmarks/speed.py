@@ -1,0 +1,104 @@
+"""How fast it is: ratios, each measured side by side in one run on the same reads.
+
+    python -m benchmarks.speed --quick
+    python -m benchmarks.speed --rows 'v1-*' 'service-*'
+
+What is compared takes turns on one core, round after round; a row's ratio is the other side's seconds to this side's,
+as the median of the rounds, with their range. Where the two sides answer different scores, the run fails. Writes
+bench.json with every number, and bench.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+import traceback
+from fnmatch import fnmatch
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_AUTH_MODE"] = "token"  # of the clusters that this starts; read when ray is imported
+
+from benchmarks import machine
+from benchmarks.engines import EngineStage
+from benchmarks.memory import MemoryStage
+from benchmarks.rows import Result, draw, table, write_json
+from benchmarks.service import ServiceStage
+from benchmarks.setup import Setup
+from benchmarks.workloads import measured_teachers
+from scoring.environment import prepare_engine_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+ROUNDS, QUICK_ROUNDS = 5, 3
+
+STAGES = (
+    EngineStage("tiny", v1=2.4, hf=1.0, floor=0.85),
+    EngineStage("smollm2", v1=1.3, hf=1.4, floor=0.95, extras=0.9, top=0.87, all=0.8),
+    ServiceStage("tiny", service=0.85, http=1.2, route=1.2, labels=8),
+    ServiceStage("smollm2", service=0.97, http=0.97, route=0.97, cold=0.9, warm=0.75),
+    MemoryStage(),
+)
+"""Each starts its engines, measures its rows, and ends its engines. What follows a row's kind is what is due."""
+
+
+def main() -> int:
+    names = [row.name for stage in STAGES for row in stage.rows]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speed",
+        description=__doc__,
+        epilog=f"The rows: {', '.join(names)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", nargs="+", default=["*"], metavar="NAME", help="only these; * and ? stand for others")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, and a quarter of the reads of the larger teacher"
+    )
+    parser.add_argument("--rounds", type=int, help=f"counted rounds of each comparison (default {ROUNDS})")
+    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for bench.json and bench.png")
+    options = parser.parse_args()
+    wanted = {name for name in names if any(fnmatch(name, pattern) for pattern in options.rows)}
+    if not wanted:
+        parser.error(f"no row is called {' or '.join(options.rows)}; there are {', '.join(names)}")
+
+    began = time.monotonic()
+    prepare_engine_environment()
+    folder = Path(tempfile.mkdtemp(prefix="speed-"))
+    setup = Setup(
+        teachers=measured_teachers(folder),
+        cores=sorted(os.sched_getaffinity(0)),
+        rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
+        quick=options.quick,
+        folder=folder,
+        say=lambda line: print(f"  {line}", flush=True),
+    )
+    here = machine.describe()
+    print(f"{machine.in_words(here)}; logs in {folder}", flush=True)
+    results: list[Result] = []
+    failed: set[str] = set()
+    for stage in STAGES:
+        rows = {row.name for row in stage.rows} & wanted
+        if not rows:
+            continue
+        print(f"{', '.join(sorted(rows))}  ({time.monotonic() - began:.0f} s)", flush=True)
+        try:
+            for result in stage.measure(setup, rows):
+                if result.row.name in rows:
+                    results.append(result)
+        except Exception:  # the other stages' rows are worth having
+            traceback.print_exc()
+        failed |= rows - {result.row.name for result in results}
+    conditions = {"machine": here, "rounds": setup.rounds, "quick": setup.quick, "failed": sorted(failed)}
+    write_json(options.out / "bench.json", results, conditions | {"seconds": round(time.monotonic() - began)})
+    if results:
+        draw(options.out / "bench.png", results, machine.in_words(here))
+        print(f"\n{table(results)}")
+    print(f"\n{machine.in_words(here)}\n{time.monotonic() - began:.0f} s; every number: {options.out / 'bench.json'}")
+    if failed:
+        print(f"FAILED: {', '.join(sorted(failed))}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
