@@ -7,21 +7,20 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks import hugging_face
-from benchmarks.hugging_face import HuggingFace
-from benchmarks.rows import Result, Row, Way, take_turns
+from benchmarks.hugging_face import BATCHES, HuggingFace, hosted_model
+from benchmarks.rows import Result, Row, Way, rows_of, take_turns
 from benchmarks.setup import Setup
 from benchmarks.workloads import Reads, as_array
 from scoring.batches import MatrixBatch
 from scoring.reads import MatrixRead
 from tests.engine_process import EngineProcess
 
-TOKENS, WIDTH = 256, 16
+TOKENS, WIDTH, MORE_READS = 256, 16, 16
 _V1_TOP = 16
 _serial = itertools.count()
 
@@ -109,90 +108,91 @@ async def _generate_all(llm: Any, sequences: Any, params: Any) -> list[Any]:
     return await asyncio.gather(*map(one, sequences, params))
 
 
+_MATRIX = f"64 x {TOKENS} tokens, K = {WIDTH}"
+_MORE = f"{MORE_READS} x {TOKENS} tokens, K = {WIDTH}"
+KINDS = {
+    "v1": ("TeacherEngine", f"vLLM V1, prompt_logprobs={_V1_TOP}", _MATRIX),
+    "hf": ("TeacherEngine", "Hugging Face, forward and gather, its best batch", _MATRIX),
+    "floor": ("TeacherEngine", "a floor: transformers' body, chunked head, log-sum-exp", _MATRIX),
+    "extras": ("matrix read with tail and entropy", "plain", _MORE),
+    "top": ("matrix read with top_k=32", "plain", _MORE),
+    "all": ("matrix read with tail, entropy, top_k=32", "plain", _MORE),
+}
+_BY_BATCH = {"hf": HuggingFace.forward_and_gather, "floor": HuggingFace.floor}
+_EXTRAS = {"extras": ("tail", "entropy")}
+_ASKED = {"extras": _EXTRAS, "top": {"top_k": 32}, "all": {**_EXTRAS, "top_k": 32}}
+
+
 class EngineStage:
-    """The rows of level a for one teacher."""
+    """The rows of level a for one teacher.
+
+    Args:
+        due: per kind of row, the least ratio.
+    """
 
     def __init__(self, teacher: str, **due: float) -> None:
         self.teacher = teacher
-        self._due = due
-        self.rows = tuple(self._rows())
+        self.rows = rows_of("a", KINDS, teacher, due)
 
-    def _rows(self) -> Iterator[Row]:
-        workload = f"64 x {TOKENS} tokens, K = {WIDTH}, {self.teacher}"
-        for name, against in (
-            ("v1", f"vLLM V1, prompt_logprobs={_V1_TOP}"),
-            ("hf", "Hugging Face, forward and gather, its best batch"),
-            ("floor", "independent floor: transformers' body, chunked head, log-sum-exp"),
-        ):
-            yield Row(f"{name}-{self.teacher}", "a", "TeacherEngine", against, workload, self._due[name])
-        for name, what in (("extras", "tail and entropy"), ("top", "top_k=32"), ("all", "tail, entropy and top_k=32")):
-            if name in self._due:
-                workload = f"16 x {TOKENS} tokens, K = {WIDTH}, {self.teacher}"
-                yield Row(f"{name}-{self.teacher}", "a", f"matrix read with {what}", "plain", workload, self._due[name])
+    def measure(self, setup: Setup, rows: Mapping[str, Row]) -> Iterator[Result]:
+        with self._process(setup, "engine") as engine:
+            if rows.keys() & {"v1", "hf", "floor"}:
+                yield from self._beside_others(setup, rows, engine)
+            if rows.keys() & _ASKED.keys():
+                yield from self._with_more_asked(setup, rows, engine)
 
-    def measure(self, setup: Setup, wanted: set[str]) -> Iterator[Result]:
+    def _process(self, setup: Setup, name: str, **options: Any) -> Any:
+        """A process on the measured core, as a context: a TeacherEngine's, or what `host` gives."""
         teacher, core = setup.teachers[self.teacher], setup.cores[0]
-        beside = {row.name.split("-")[0] for row in self.rows if row.name in wanted}
-        by_name = {row.name.split("-")[0]: row for row in self.rows}
-        with contextlib.ExitStack() as stack:
+        settings = teacher.settings if name != "hf" else (teacher.model, teacher.dtype, core)
+        return contextlib.closing(EngineProcess(settings, core, setup.folder / f"{name}-{self.teacher}.log", **options))
 
-            def process(what: str, *host: Any) -> EngineProcess:
-                settings = (teacher.model, teacher.dtype, core) if what == "hf" else teacher.settings
-                started = EngineProcess(settings, core, setup.folder / f"{what}-{self.teacher}.log", *host)
-                stack.callback(started.close)
-                return started
+    def _beside_others(self, setup: Setup, rows: Mapping[str, Row], engine: EngineProcess) -> Iterator[Result]:
+        teacher, count = setup.teachers[self.teacher], setup.count(64, self.teacher)
 
-            ours = process("ours")
-            v1 = process("v1", hosted_v1) if "v1" in beside else None
-            hf = process("hf", hugging_face.hosted_model) if beside & {"hf", "floor"} else None
+        def reads(number: int) -> Reads:
+            return Reads(teacher.vocabulary, count if number else 16, 1, TOKENS - 1, WIDTH, number)
 
-            def reads(number: int, count: int) -> Reads:
-                return Reads(teacher.vocabulary, count, 1, TOKENS - 1, WIDTH, number)
+        ways: dict[str, Way] = {"engine": lambda n: engine.call(read_matrix, reads(n).batch())}
+        batches: dict[str, int] = {}
+        with contextlib.ExitStack() as processes:
+            if "v1" in rows:
+                v1 = processes.enter_context(self._process(setup, "v1", host=hosted_v1))
+                ways["v1"] = lambda n: v1.call(prompt_logprobs, reads(n).ids.tolist())
+            if rows.keys() & _BY_BATCH.keys():
+                hf = processes.enter_context(self._process(setup, "hf", host=hosted_model))
+                for kind in rows.keys() & _BY_BATCH.keys():
+                    ways[kind] = in_its_best_batch(hf, _BY_BATCH[kind], reads, batches, kind)
+            turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
+        for kind in ways.keys() - {"engine"}:
+            yield turns.result(rows[kind], "engine", kind, reads=count, batch=batches.get(kind))
 
-            count = setup.count(64, self.teacher)
+    def _with_more_asked(self, setup: Setup, rows: Mapping[str, Row], engine: EngineProcess) -> Iterator[Result]:
+        teacher = setup.teachers[self.teacher]
 
-            def of(number: int) -> Reads:
-                return reads(number, count if number else 16)
+        def way(options: dict[str, Any]) -> Way:
+            def ask(number: int) -> tuple[float, np.ndarray]:
+                reads = Reads(teacher.vocabulary, MORE_READS, 1, TOKENS - 1, WIDTH, number)
+                return engine.call(read_matrix, reads.batch(**options))
 
-            ways: dict[str, Way] = {"ours": lambda n: ours.call(read_matrix, of(n).batch())}
-            if v1:
-                ways["v1"] = lambda n: v1.call(prompt_logprobs, of(n).ids.tolist())
-            best = {}
-            for name, method in (("hf", HuggingFace.forward_and_gather), ("floor", HuggingFace.floor)):
-                if name in beside:
-                    ways[name] = _best_batch(hf, method, of, best, name)
-            if len(ways) > 1:
-                turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
-                for name in list(ways)[1:]:
-                    yield turns.result(by_name[name], "ours", name, reads=count, batch=best.get(name))
+            return ask
 
-            asked = {"extras": {"extras": ("tail", "entropy")}, "top": {"top_k": 32}}
-            asked["all"] = asked["extras"] | asked["top"]
-            asked = {name: options for name, options in asked.items() if name in beside}
-            if asked:
-                if v1:
-                    v1.start_closing()
-                ways = {
-                    name: lambda n, options=options: ours.call(read_matrix, reads(n, 16).batch(**options))
-                    for name, options in {"plain": {}, **asked}.items()
-                }
-                turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
-                for name in asked:
-                    yield turns.result(by_name[name], name, "plain", reads=16)
+        ways = {"plain": way({})} | {kind: way(_ASKED[kind]) for kind in _ASKED if kind in rows}
+        turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
+        for kind in ways.keys() - {"plain"}:
+            yield turns.result(rows[kind], kind, "plain")
 
 
-def _best_batch(hf: EngineProcess, method: Any, of: Any, best: dict[str, int], name: str) -> Way:
-    """A way that finds its batch in the round that is not counted."""
+def in_its_best_batch(
+    hf: EngineProcess, method: Callable[..., Any], reads: Callable[[int], Reads], batches: dict[str, int], kind: str
+) -> Way:
+    """A way that finds its batch, and puts it into `batches[kind]`, in the round that is not counted."""
 
     def way(number: int) -> tuple[float, np.ndarray]:
-        asked = of(number)
-        if number:
-            return hf.call(method, asked.ids, asked.columns, best[name])
-        took = {}
-        for batch in hugging_face.BATCHES * 2:
-            seconds, scores = hf.call(method, asked.ids, asked.columns, batch)
-            took[batch] = min(seconds, took.get(batch, seconds))
-        best[name] = min(took, key=took.get)
-        return took[best[name]], scores
+        asked = reads(number)
+        if number == 0:
+            took = [min(hf.call(method, asked.ids, asked.columns, b)[0] for _ in range(2)) for b in BATCHES]
+            batches[kind] = BATCHES[int(np.argmin(took))]
+        return hf.call(method, asked.ids, asked.columns, batches[kind])
 
     return way

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.rows import Result, Row
+from benchmarks.rows import Result, Row, rows_of
 from benchmarks.setup import Setup
 from benchmarks.workloads import Reads
 from tests.serve_process import ServeProcess
@@ -22,29 +22,27 @@ _VOCABULARY = 2048
 _MIB = 1 << 20
 
 
+KINDS = {
+    "memory-read": (
+        "a replica's peak memory above idle",
+        f"twice the request, the answer and {_ALLOWANCE_MIB} MiB",
+        f"one read of {ROWS} x {WIDTH}",
+    ),
+    "memory-many": (
+        f"a replica's memory after {SMALL_READS:,} reads",
+        f"after {SMALL_READS // 10:,}",
+        "reads of 32 tokens, K = 16",
+    ),
+}
+
+
 class MemoryStage:
-    """Rows whose ratio is what is allowed to what was used."""
+    """Rows whose ratio is what is allowed to what is used. The teacher is the tiny one, with room for long reads."""
 
-    rows = (
-        Row(
-            "memory-read",
-            "c",
-            "a replica's peak memory above idle",
-            f"twice the request, the answer and {_ALLOWANCE_MIB} MiB",
-            f"one read of {ROWS} x {WIDTH}, tiny",
-            1.0,
-        ),
-        Row(
-            "memory-many",
-            "c",
-            f"a replica's memory after {SMALL_READS} reads",
-            f"after {SMALL_READS // 10}",
-            "reads of 32 tokens, K = 16, tiny",
-            0.97,
-        ),
-    )
+    def __init__(self, **due: float) -> None:
+        self.rows = rows_of("c", KINDS, "tiny", due)
 
-    def measure(self, setup: Setup, wanted: set[str]) -> Iterator[Result]:
+    def measure(self, setup: Setup, rows: Mapping[str, Row]) -> Iterator[Result]:
         from deployments import ScoringClient
 
         tiny = make_tiny_teacher(setup.folder / "long", max_position_embeddings=8192)
@@ -55,9 +53,9 @@ class MemoryStage:
         with service.connected(), ScoringClient() as client:
             processes = _processes()
             client.read_matrix(_small(0))
-            yield self._one_large(setup, client, processes)
-            if "memory-many" in wanted:
-                yield self._many_small(setup, client, processes)
+            for kind, measure in (("memory-read", self._one_large), ("memory-many", self._many_small)):
+                if kind in rows:
+                    yield measure(setup, client, processes)
 
     def _one_large(self, setup: Setup, client: Any, processes: dict[str, int]) -> Result:
         request, answer = ROWS * WIDTH * 4, ROWS * (1 + WIDTH) * 4
@@ -73,7 +71,7 @@ class MemoryStage:
                 used[name].append((_resident(pid, peak=True) - before[name]) / _MIB)
             setup.say("   ".join(f"{name} {values[-1]:.1f} MiB" for name, values in used.items()))
         ours = used["replica"]
-        return Result(self.rows[0], ours, [allowed] * len(ours), "MiB above idle", {"processes": used})
+        return Result(self.rows["memory-read"], ours, [allowed] * len(ours), "MiB above idle", {"processes": used})
 
     def _many_small(self, setup: Setup, client: Any, processes: dict[str, int]) -> Result:
         sizes: dict[str, list[float]] = {name: [] for name in processes}
@@ -83,7 +81,7 @@ class MemoryStage:
                 sizes[name].append(_resident(pid) / _MIB)
         setup.say("   ".join(f"{name} {v[1]:.1f} -> {v[-1]:.1f} MiB" for name, v in sizes.items()))
         after_some = sizes["replica"][SMALL_READS // 10 // AT_ONCE - 1]
-        return Result(self.rows[1], [sizes["replica"][-1]], [after_some], "MiB", {"processes": sizes})
+        return Result(self.rows["memory-many"], [sizes["replica"][-1]], [after_some], "MiB", {"processes": sizes})
 
 
 def _small(number: int) -> Any:

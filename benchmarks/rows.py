@@ -40,6 +40,15 @@ class Row:
     due: float
 
 
+def rows_of(level: str, kinds: Mapping[str, tuple[str, str, str]], teacher: str, due: Mapping[str, float]) -> dict:
+    """By kind, the rows of one teacher that something is due of. A kind is (what, against, workload)."""
+    return {
+        kind: Row(f"{kind}-{teacher}", level, what, against, f"{workload}, {teacher}", due[kind])
+        for kind, (what, against, workload) in kinds.items()
+        if kind in due
+    }
+
+
 @dataclass(frozen=True)
 class Result:
     """What came out of a row.
@@ -170,7 +179,9 @@ def draw(path: Path, results: list[Result], title: str) -> None:
         panel.plot(result.ratio, y, "o", color=colour)
         panel.plot(result.row.due, y, "|", color="black", markersize=14)
         panel.annotate(f"{result.ratio:.2f}", (result.ratio, y), (0, 7), textcoords="offset points", ha="center")
-    panel.set_yticks(range(len(results)), [f"{r.row.what}\nagainst {r.row.against}" for r in results], fontsize=7)
+    panel.set_yticks(
+        range(len(results)), [f"{r.row.name}: {r.row.what}\nagainst {r.row.against}" for r in results], fontsize=7
+    )
     panel.invert_yaxis()
     panel.set_xscale("log")
     ticks = [tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick <= 2 * max(r.ratio for r in results)]
@@ -178,6 +189,6 @@ def draw(path: Path, results: list[Result], title: str) -> None:
     panel.set_xticks([], minor=True)
     panel.grid(axis="x", alpha=0.3)
     panel.set_xlabel("times as fast; a dot is the median of the rounds, a bar their range, a tick what is due")
-    panel.set_title(title, fontsize=9)
+    figure.suptitle(title.replace("; ", "\n"), fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.arithmetic import Decoder, ideal_reuse
 from benchmarks.engines import TOKENS, WIDTH, bare
-from benchmarks.rows import Result, Row, take_turns
+from benchmarks.rows import Result, Row, rows_of, take_turns
 from benchmarks.setup import Setup
 from benchmarks.vllm_server import VllmServer, ask
 from benchmarks.workloads import Reads, as_array
@@ -28,6 +28,19 @@ GROUP, GROUP_PROMPT, GROUP_RESPONSE, BLOCK = 8, 1024, 128, 32
 LABELS, LABEL_PROMPT, LABEL_TOKENS = 256, 512, 16
 
 
+_HTTP = f"{HTTP_READS} distinct reads of {TOKENS} tokens, half of them scored, K = {HTTP_WIDTH}, {CLIENTS} clients"
+_GROUP = f"{GROUP} responses of {GROUP_RESPONSE} to one prompt of {GROUP_PROMPT}, at once"
+_LABELS = f"{LABELS} of {LABEL_TOKENS} new tokens after {LABEL_PROMPT} cached ones"
+KINDS = {
+    "service": ("ScoringClient, one replica", "AsyncLLM", f"64 x {TOKENS} tokens, K = {WIDTH}"),
+    "http": ("HttpScoringClient", "vLLM's HTTP server", _HTTP),
+    "route": ("vLLM's route here", "vLLM's HTTP server", _HTTP),
+    "cold": ("a group with reuse of its prompt", "prefix_reuse: false", f"{_GROUP}, new"),
+    "warm": ("a group with its prompt cached", "prefix_reuse: false", _GROUP),
+    "labels": ("label reads in one call", "one by one", _LABELS),
+}
+
+
 class ServiceStage:
     """The rows of level c for one teacher.
 
@@ -37,37 +50,11 @@ class ServiceStage:
 
     def __init__(self, teacher: str, **due: float) -> None:
         self.teacher = teacher
-        self._due = due
-        self.rows = tuple(self._rows())
+        self.rows = rows_of("c", KINDS, teacher, due)
 
-    def _rows(self) -> Iterator[Row]:
-        def row(kind: str, what: str, against: str, workload: str) -> Row:
-            return Row(f"{kind}-{self.teacher}", "c", what, against, f"{workload}, {self.teacher}", self._due[kind])
-
-        reads = (
-            f"{HTTP_READS} distinct reads of {TOKENS} tokens, half of them scored, K = {HTTP_WIDTH}, {CLIENTS} clients"
-        )
-        group = f"{GROUP} responses of {GROUP_RESPONSE} to one prompt of {GROUP_PROMPT}, at once"
-        for each in (
-            row("service", "ScoringClient, one replica", "AsyncLLM", f"64 x {TOKENS} tokens, K = {WIDTH}"),
-            row("http", "HttpScoringClient", "vLLM's HTTP server", reads),
-            row("route", "vLLM's route here", "vLLM's HTTP server", reads),
-            row("cold", "a group, reuse of its prompt", "prefix_reuse: false", f"{group}, new"),
-            row("warm", "a group, its prompt cached", "prefix_reuse: false", group),
-            row(
-                "labels",
-                "label reads in one call",
-                "one by one",
-                f"{LABELS} of {LABEL_TOKENS} new tokens after {LABEL_PROMPT} cached ones",
-            ),
-        ):
-            if each.name.partition("-")[0] in self._due:
-                yield each
-
-    def measure(self, setup: Setup, wanted: set[str]) -> Iterator[Result]:
+    def measure(self, setup: Setup, rows: Mapping[str, Row]) -> Iterator[Result]:
         from deployments import ScoringClient
 
-        rows = {row.name.partition("-")[0]: row for row in self.rows if row.name in wanted}
         teacher = setup.teachers[self.teacher]
         teachers = {"default": teacher.config}
         if rows.keys() & {"cold", "warm"}:
@@ -103,7 +90,7 @@ class ServiceStage:
             turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
         return turns.result(row, "ours", "bare", reads=count)
 
-    def _beside_vllm(self, setup: Setup, url: str, core: int, rows: dict[str, Row]) -> Iterator[Result]:
+    def _beside_vllm(self, setup: Setup, url: str, core: int, rows: Mapping[str, Row]) -> Iterator[Result]:
         from scoring.http_client import HttpScoringClient
 
         teacher = setup.teachers[self.teacher]
@@ -138,7 +125,7 @@ class ServiceStage:
             if name in rows:
                 yield turns.result(rows[name], name, "vllm", reads=count)
 
-    def _group(self, setup: Setup, client: Any, rows: dict[str, Row]) -> Iterator[Result]:
+    def _group(self, setup: Setup, client: Any, rows: Mapping[str, Row]) -> Iterator[Result]:
         """The same group three times: without reuse, with its prompt unknown, and with its prompt known."""
         teacher = setup.teachers[self.teacher]
 
