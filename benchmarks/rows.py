@@ -44,6 +44,8 @@ def rows_of(level: str, kinds: Mapping[str, tuple[str, str, str]], teacher: str,
     """By kind, the rows of one teacher that something is due of. A kind is (what, against, workload)."""
     return {
         kind: Row(f"{kind}-{teacher}", level, what, against, f"{workload}, {teacher}", due[kind])
+        if teacher
+        else Row(kind, level, what, against, workload, due[kind])
         for kind, (what, against, workload) in kinds.items()
         if kind in due
     }

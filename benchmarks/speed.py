@@ -23,6 +23,7 @@ os.environ["RAY_AUTH_MODE"] = "token"  # of the clusters that this starts; read 
 
 from benchmarks import machine
 from benchmarks.engines import EngineStage
+from benchmarks.host import HostStage
 from benchmarks.memory import MemoryStage
 from benchmarks.rows import Result, draw, table, write_json
 from benchmarks.service import ServiceStage
@@ -38,6 +39,7 @@ STAGES = (
     EngineStage("smollm2", v1=1.3, hf=1.4, floor=0.95, extras=0.9, top=0.87, all=0.8),
     ServiceStage("tiny", service=0.85, http=1.2, route=1.2, labels=8),
     ServiceStage("smollm2", service=0.97, http=0.97, route=0.97, cold=0.9, warm=0.75),
+    HostStage(wire=50),
     MemoryStage(**{"memory-read": 1.0, "memory-many": 0.97}),
 )
 """Each starts its engines, measures its rows, and ends its engines. What follows a row's kind is what is due."""
