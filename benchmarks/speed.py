@@ -38,7 +38,7 @@ STAGES = (
     EngineStage("tiny", v1=2.4, hf=1.0, floor=0.85),
     EngineStage("smollm2", v1=1.3, hf=1.4, floor=0.95, extras=0.9, top=0.87, all=0.8),
     ServiceStage("tiny", service=0.85, http=1.2, route=1.2, labels=8),
-    ServiceStage("smollm2", service=0.97, http=0.97, route=0.97, cold=0.9, warm=0.75),
+    ServiceStage("smollm2", service=0.97, http=0.97, cold=0.9, warm=0.75),
     HostStage(wire=50),
     MemoryStage(**{"memory-read": 1.0, "memory-many": 0.97}),
 )
@@ -88,6 +88,8 @@ def main() -> int:
                 results.append(result)
         except Exception:  # the other stages' rows are worth having
             traceback.print_exc()
+        except KeyboardInterrupt:  # and those that were measured so far
+            break
     failed = wanted - {result.row.name for result in results}
     conditions = {"machine": here, "rounds": setup.rounds, "quick": setup.quick, "failed": sorted(failed)}
     write_json(options.out / "bench.json", results, conditions | {"seconds": round(time.monotonic() - began)})
