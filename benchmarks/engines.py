@@ -163,7 +163,7 @@ class EngineStage:
                 hf = processes.enter_context(self._process(setup, "hf", host=hosted_model))
                 for kind in [kind for kind in _BY_BATCH if kind in rows]:
                     ways[kind] = in_its_best_batch(hf, _BY_BATCH[kind], reads, batches, kind)
-            turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
+            turns = take_turns(ways, setup.rounds, teacher.limit)
         for kind in list(ways)[1:]:
             yield turns.result(rows[kind], "engine", kind, reads=count, batch=batches.get(kind))
 
@@ -178,7 +178,7 @@ class EngineStage:
             return ask
 
         ways = {"plain": way({})} | {kind: way(_ASKED[kind]) for kind in _ASKED if kind in rows}
-        turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
+        turns = take_turns(ways, setup.rounds, teacher.limit)
         for kind in list(ways)[1:]:
             yield turns.result(rows[kind], kind, "plain")
 

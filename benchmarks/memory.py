@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.rows import Result, Row, rows_of
+from benchmarks.rows import Result, Row, rows_of, say
 from benchmarks.setup import Setup
 from benchmarks.workloads import Reads
 from tests.serve_process import ServeProcess
@@ -69,7 +69,7 @@ class MemoryStage:
             assert client.read_matrix(batch)[0].logprobs.shape == (ROWS, WIDTH)
             for name, pid in processes.items():
                 used[name].append((_resident(pid, peak=True) - before[name]) / _MIB)
-            setup.say("   ".join(f"{name} {values[-1]:.1f} MiB" for name, values in used.items()))
+            say("   ".join(f"{name} {values[-1]:.1f} MiB" for name, values in used.items()))
         ours = used["replica"]
         return Result(self.rows["memory-read"], ours, [allowed] * len(ours), "MiB above idle", {"processes": used})
 
@@ -79,7 +79,7 @@ class MemoryStage:
             client.read_matrix(_small(number))
             for name, pid in processes.items():
                 sizes[name].append(_resident(pid) / _MIB)
-        setup.say("   ".join(f"{name} {v[1]:.1f} -> {v[-1]:.1f} MiB" for name, v in sizes.items()))
+        say("   ".join(f"{name} {v[1]:.1f} -> {v[-1]:.1f} MiB" for name, v in sizes.items()))
         after_some = sizes["replica"][SMALL_READS // 10 // AT_ONCE - 1]
         return Result(self.rows["memory-many"], [sizes["replica"][-1]], [after_some], "MiB", {"processes": sizes})
 

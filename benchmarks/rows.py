@@ -109,7 +109,12 @@ class Turns:
         return Result(row, self.seconds[ours], self.seconds[theirs], notes={"apart": apart, **notes})
 
 
-def take_turns(ways: Mapping[str, Way], rounds: int, limit: float, say: Callable[[str], None] = print) -> Turns:
+def say(line: str) -> None:
+    """A line of progress."""
+    print(f"  {line}", flush=True)
+
+
+def take_turns(ways: Mapping[str, Way], rounds: int, limit: float) -> Turns:
     """Let all ways answer the reads of a round, one after the other, round after round.
 
     Args:

@@ -87,7 +87,7 @@ class ServiceStage:
                 "ours": lambda n: timed(client.read_matrix, reads(n).batch()),
                 "bare": lambda n: engine.call(bare, reads(n).reads()),
             }
-            turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
+            turns = take_turns(ways, setup.rounds, teacher.limit)
         return turns.result(row, "ours", "bare", reads=count)
 
     def _beside_vllm(self, setup: Setup, url: str, core: int, rows: Mapping[str, Row]) -> Iterator[Result]:
@@ -120,7 +120,7 @@ class ServiceStage:
                 "vllm": lambda n: by_clients(lambda read: ask(to_them, read), n),
             }
             ways = {name: way for name, way in ways.items() if name in rows or name == "vllm"}
-            turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
+            turns = take_turns(ways, setup.rounds, teacher.limit)
         for name in ways:
             if name in rows:
                 yield turns.result(rows[name], name, "vllm", reads=count)
@@ -144,7 +144,7 @@ class ServiceStage:
             return took, as_array(scores)
 
         ways = {kind: lambda n, kind=kind: ask_group(n, kind) for kind in cached}
-        turns = take_turns(ways, setup.rounds, teacher.limit, setup.say)
+        turns = take_turns(ways, setup.rounds, teacher.limit)
         model = Decoder.of(teacher.model)
         for kind in ("cold", "warm"):
             if kind in rows:
@@ -174,7 +174,7 @@ class ServiceStage:
             scores = [client.read_labels([read])[0] for read in asked]
             return time.perf_counter() - started, np.stack([s.logprobs for s in scores])[:, None]
 
-        turns = take_turns({"ours": together, "each": one_by_one}, setup.rounds, teacher.limit, setup.say)
+        turns = take_turns({"ours": together, "each": one_by_one}, setup.rounds, teacher.limit)
         return turns.result(row, "ours", "each")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ class Setup:
         rounds: counted rounds of each comparison.
         quick: with fewer reads.
         folder: for logs and configurations.
-        say: takes a line of progress.
     """
 
     teachers: Mapping[str, Measured]
@@ -26,7 +25,6 @@ class Setup:
     rounds: int
     quick: bool
     folder: Path
-    say: Callable[[str], None]
 
     def count(self, reads: int, teacher: str) -> int:
         """How many of a workload's reads are asked: in a quick run of a real model, a quarter."""

@@ -11,10 +11,13 @@ bench.json with every number, and bench.png.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from benchmarks import machine
 from benchmarks.engines import EngineStage
 from benchmarks.host import HostStage
 from benchmarks.memory import MemoryStage
-from benchmarks.rows import Result, draw, table, write_json
+from benchmarks.rows import Result, Row, draw, table, write_json
 from benchmarks.service import ServiceStage
 from benchmarks.setup import Setup
 from benchmarks.workloads import measured_teachers
@@ -73,22 +76,19 @@ def main() -> int:
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
         quick=options.quick,
         folder=folder,
-        say=lambda line: print(f"  {line}", flush=True),
     )
     here = machine.describe()
     print(f"{machine.in_words(here)}; logs in {folder}", flush=True)
     results: list[Result] = []
-    for stage in STAGES:
+    for number, stage in enumerate(STAGES):
         rows = {kind: row for kind, row in stage.rows.items() if row.name in wanted}
         if not rows:
             continue
         print(f"{', '.join(row.name for row in rows.values())}  ({time.monotonic() - began:.0f} s)", flush=True)
-        try:
-            for result in stage.measure(setup, rows):
-                results.append(result)
-        except Exception:  # the other stages' rows are worth having
-            traceback.print_exc()
-        except KeyboardInterrupt:  # and those that were measured so far
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            measured, interrupted = process.submit(measure, number, setup, rows).result()
+        results += measured
+        if interrupted:
             break
     failed = wanted - {result.row.name for result in results}
     conditions = {"machine": here, "rounds": setup.rounds, "quick": setup.quick, "failed": sorted(failed)}
@@ -100,6 +100,22 @@ def main() -> int:
     if failed:
         print(f"FAILED: {', '.join(sorted(failed))}")
     return bool(failed)
+
+
+def measure(number: int, setup: Setup, rows: Mapping[str, Row]) -> tuple[list[Result], bool]:
+    """What a stage measured until it failed, which is printed, or was interrupted; and whether it was.
+
+    A stage has a process of its own: what Ray Serve keeps of one cluster stands in the way of another.
+    """
+    results: list[Result] = []
+    try:
+        for result in STAGES[number].measure(setup, rows):
+            results.append(result)
+    except Exception:  # what the other stages measure is worth having
+        traceback.print_exc()
+    except KeyboardInterrupt:
+        return results, True
+    return results, False
 
 
 if __name__ == "__main__":

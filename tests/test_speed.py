@@ -40,7 +40,6 @@ def test_a_round_that_warms_up_is_not_counted_and_ratios_are_within_a_round():
         {"ours": lambda n: (1.0 + n, None), "theirs": lambda n: (100.0 if n == 0 else 4.0 * n, None)},
         rounds=3,
         limit=0,
-        say=lambda line: None,
     )
     result = turns.result(ROW, "ours", "theirs")
     assert result.ratios == [4 / 2, 8 / 3, 12 / 4]
@@ -54,8 +53,8 @@ def test_a_side_that_answers_other_scores_ends_the_comparison():
     wrong[1, :, 0] = 1.0  # one column of one read
     ways = {"ours": lambda n: (1.0, scores), "theirs": lambda n: (1.0, wrong[..., :2])}
     with pytest.raises(AssertionError, match=r"'theirs' answers other scores than 'ours'.*0\.5 apart"):
-        take_turns(ways, rounds=1, limit=0.4, say=lambda line: None)
-    turns = take_turns(ways, rounds=1, limit=0.5, say=lambda line: None)
+        take_turns(ways, rounds=1, limit=0.4)
+    turns = take_turns(ways, rounds=1, limit=0.5)
     assert turns.result(ROW, "ours", "theirs").notes["apart"] == {"ours": 0.0, "theirs": 0.5}
 
 
