@@ -14,11 +14,11 @@ import numpy as np
 
 from benchmarks.arithmetic import Decoder, ideal_reuse
 from benchmarks.engines import TOKENS, WIDTH, bare
-from benchmarks.rows import Result, Row, rows_of, take_turns
+from benchmarks.rows import Result, Row, Way, rows_of, take_turns
 from benchmarks.setup import Setup
 from benchmarks.vllm_server import VllmServer, ask
 from benchmarks.workloads import Reads, as_array
-from scoring.reads import LabelRead
+from scoring.reads import LabelRead, MatrixRead
 from scoring.scores import MatrixScores
 from tests.engine_process import EngineProcess
 from tests.serve_process import ServeProcess
@@ -28,13 +28,14 @@ GROUP, GROUP_PROMPT, GROUP_RESPONSE, BLOCK = 8, 1024, 128, 32
 LABELS, LABEL_PROMPT, LABEL_TOKENS = 256, 512, 16
 
 
-_HTTP = f"{HTTP_READS} distinct reads of {TOKENS} tokens, half of them scored, K = {HTTP_WIDTH}, {CLIENTS} clients"
+_HTTP = f"{CLIENTS} clients, {HTTP_READS} distinct reads of {TOKENS} tokens, half of them scored, K = {HTTP_WIDTH}"
 _GROUP = f"{GROUP} responses of {GROUP_RESPONSE} to one prompt of {GROUP_PROMPT}, at once"
 _LABELS = f"{LABELS} of {LABEL_TOKENS} new tokens after {LABEL_PROMPT} cached ones"
 KINDS = {
     "service": ("ScoringClient, one replica", "AsyncLLM", f"64 x {TOKENS} tokens, K = {WIDTH}"),
-    "http": ("HttpScoringClient", "vLLM's HTTP server", _HTTP),
+    "http": ("HttpScoringClient, a read a call", "vLLM's HTTP server", _HTTP),
     "route": ("vLLM's route here", "vLLM's HTTP server", _HTTP),
+    "calls": ("HttpScoringClient, a call a client", "vLLM's HTTP server, all reads at once", _HTTP),
     "cold": ("a group with reuse of its prompt", "prefix_reuse: false", f"{_GROUP}, new"),
     "warm": ("a group with its prompt cached", "prefix_reuse: false", _GROUP),
     "labels": ("label reads in one call", "one by one", _LABELS),
@@ -66,7 +67,7 @@ class ServiceStage:
             core = core_of("default")
             if "service" in rows:
                 yield self._beside_bare(setup, client, core, rows["service"])
-            if rows.keys() & {"http", "route"}:
+            if rows.keys() & {"http", "route", "calls"}:
                 yield from self._beside_vllm(setup, service.url, core, rows)
             if "labels" in rows:
                 yield self._labels(setup, client, rows["labels"])
@@ -96,34 +97,51 @@ class ServiceStage:
         teacher = setup.teachers[self.teacher]
         count = setup.count(HTTP_READS, self.teacher)
 
-        def reads(number: int) -> list:
+        def reads(number: int) -> list[MatrixRead]:
             half = TOKENS // 2
             return Reads(teacher.vocabulary, count if number else CLIENTS, half, half, HTTP_WIDTH, number).reads()
 
         with (
             VllmServer(teacher, core, setup.folder / f"vllm-{self.teacher}.log") as theirs,
-            httpx.Client(base_url=theirs.url, timeout=600) as to_them,
+            httpx.Client(base_url=theirs.url, timeout=600, limits=httpx.Limits(max_connections=count)) as to_them,
             httpx.Client(base_url=url, timeout=600) as to_us,
             HttpScoringClient(url) as client,
             ThreadPoolExecutor(CLIENTS) as clients,
+            ThreadPoolExecutor(count) as all_at_once,
         ):
 
-            def by_clients(one: Callable[[Any], np.ndarray], number: int) -> tuple[float, np.ndarray]:
-                asked = reads(number)
+            def each(threads: ThreadPoolExecutor, one: Callable[[MatrixRead], np.ndarray]) -> Way:
+                """A call a read, as many at a time as there are threads."""
+
+                def way(number: int) -> tuple[float, np.ndarray]:
+                    asked = reads(number)
+                    started = time.perf_counter()
+                    answers = list(threads.map(one, asked))
+                    return time.perf_counter() - started, np.stack(answers)
+
+                return way
+
+            def together(number: int) -> tuple[float, np.ndarray]:
+                """A call a client."""
+                shares = [reads(number)[i::CLIENTS] for i in range(CLIENTS)]
                 started = time.perf_counter()
-                answers = list(clients.map(one, asked))
-                return time.perf_counter() - started, np.stack(answers)
+                answers = list(clients.map(client.read_matrix, shares))
+                took = time.perf_counter() - started
+                return took, np.stack([scores.logprobs for some in zip(*answers, strict=True) for scores in some])
 
             ways = {
-                "http": lambda n: by_clients(lambda read: client.read_matrix([read])[0].logprobs, n),
-                "route": lambda n: by_clients(lambda read: ask(to_us, read), n),
-                "vllm": lambda n: by_clients(lambda read: ask(to_them, read), n),
+                "http": each(clients, lambda read: client.read_matrix([read])[0].logprobs),
+                "route": each(clients, lambda read: ask(to_us, read)),
+                "vllm": each(clients, lambda read: ask(to_them, read)),
+                "calls": together,
+                "vllm, all at once": each(all_at_once, lambda read: ask(to_them, read)),
             }
-            ways = {name: way for name, way in ways.items() if name in rows or name == "vllm"}
+            against = {"http": "vllm", "route": "vllm", "calls": "vllm, all at once"}
+            against = {kind: other for kind, other in against.items() if kind in rows}
+            ways = {name: way for name, way in ways.items() if name in against or name in against.values()}
             turns = take_turns(ways, setup.rounds, teacher.limit)
-        for name in ways:
-            if name in rows:
-                yield turns.result(rows[name], name, "vllm", reads=count)
+        for kind, other in against.items():
+            yield turns.result(rows[kind], kind, other, reads=count)
 
     def _group(self, setup: Setup, client: Any, rows: Mapping[str, Row]) -> Iterator[Result]:
         """The same group three times: without reuse, with its prompt unknown, and with its prompt known."""

@@ -40,8 +40,8 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 STAGES = (
     EngineStage("tiny", v1=2.4, hf=1.0, floor=0.85),
     EngineStage("smollm2", v1=1.3, hf=1.4, floor=0.95, extras=0.9, top=0.87, all=0.8),
-    ServiceStage("tiny", service=0.85, http=1.2, route=1.2, labels=8),
-    ServiceStage("smollm2", service=0.97, http=0.97, cold=0.9, warm=0.75),
+    ServiceStage("tiny", service=0.85, http=1.2, route=1.2, calls=1.2, labels=8),
+    ServiceStage("smollm2", service=0.97, http=0.97, calls=0.97, cold=0.9, warm=0.75),
     HostStage(wire=50),
     MemoryStage(**{"memory-read": 1.0, "memory-many": 0.97}),
 )
