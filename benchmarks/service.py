@@ -123,7 +123,8 @@ class ServiceStage:
 
             def together(number: int) -> tuple[float, np.ndarray]:
                 """A call a client."""
-                shares = [reads(number)[i::CLIENTS] for i in range(CLIENTS)]
+                asked = reads(number)
+                shares = [asked[i::CLIENTS] for i in range(CLIENTS)]
                 started = time.perf_counter()
                 answers = list(clients.map(client.read_matrix, shares))
                 took = time.perf_counter() - started
