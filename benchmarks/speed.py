@@ -97,9 +97,8 @@ def main() -> int:
         draw(options.out / "bench.png", results, machine.in_words(here))
         print(f"\n{table(results)}")
     shorter = ", a quarter of the larger teacher's reads" if setup.quick else ""
-    print(
-        f"\nmedians of {setup.rounds} rounds{shorter}; {machine.in_words(here)}\n{time.monotonic() - began:.0f} s; every number: {options.out / 'bench.json'}"
-    )
+    print(f"\nmedians of {setup.rounds} rounds{shorter}; {machine.in_words(here)}")
+    print(f"{time.monotonic() - began:.0f} s; every number: {options.out / 'bench.json'}")
     if failed:
         print(f"FAILED: {', '.join(sorted(failed))}")
     return bool(failed)
