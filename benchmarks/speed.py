@@ -87,10 +87,10 @@ def main() -> int:
         if not rows:
             continue
         print(f"{', '.join(row.name for row in rows.values())}  ({time.monotonic() - began:.0f} s)", flush=True)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            measured, interrupted = process.submit(measure, number, setup, rows).result()
-        results += measured
-        if interrupted:
+        try:
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+                results += process.submit(measure, number, setup, rows).result()
+        except KeyboardInterrupt:  # which the stage's process has seen as well; what is measured is shown
             break
     failed = wanted - {result.row.name for result in results}
     conditions = {"machine": here, "rounds": setup.rounds, "quick": setup.quick, "failed": sorted(failed)}
@@ -106,8 +106,8 @@ def main() -> int:
     return bool(failed)
 
 
-def measure(number: int, setup: Setup, rows: Mapping[str, Row]) -> tuple[list[Result], bool]:
-    """What a stage measured until it failed, which is printed, or was interrupted; and whether it was.
+def measure(number: int, setup: Setup, rows: Mapping[str, Row]) -> list[Result]:
+    """What a stage measured; when it fails, which is printed, what it had measured until then.
 
     A stage has a process of its own: what Ray Serve keeps of one cluster stands in the way of another.
     """
@@ -117,9 +117,7 @@ def measure(number: int, setup: Setup, rows: Mapping[str, Row]) -> tuple[list[Re
             results.append(result)
     except Exception:  # what the other stages measure is worth having
         traceback.print_exc()
-    except KeyboardInterrupt:
-        return results, True
-    return results, False
+    return results
 
 
 if __name__ == "__main__":
