@@ -12,7 +12,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export RAY_SERVE_CONTROL_LOOP_INTERVAL_S := 0.5
 export RAY_SERVE_METRICS_EXPORT_INTERVAL_MS := 2000
 
-.PHONY: help setup demo test test-cluster test-faults lint serve lock clean
+.PHONY: help setup demo test test-cluster test-faults bench lint serve lock clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ test-cluster: setup  ## shapes of replicas on a pretend cluster, and LoRA adapte
 test-faults: setup  ## kills and stops every process of a service under load, and grows and shrinks it (about 20 minutes)
 	@$(BIN)/python -m pytest tests/faults/test_autoscaling.py -s
 	@$(BIN)/python -m pytest tests/faults/test_faults.py -s
+
+bench: setup  ## how fast it is, as ratios in one table, out/bench.json and out/bench.png (20 minutes; QUICK=1: 4)
+	@$(BIN)/python -m benchmarks.speed $(if $(QUICK),--quick)
 
 lint: setup  ## style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

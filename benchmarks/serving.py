@@ -10,7 +10,6 @@ used the processor while two replicas were busy. Needs two cores and about 10 GB
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import statistics
@@ -31,6 +30,7 @@ os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
 import numpy as np
 import psutil
 
+from benchmarks.engines import bare
 from scoring import LabelRead, MatrixRead
 from scoring.demo_teacher import demo_teacher
 from scoring.environment import prepare_engine_environment
@@ -52,29 +52,6 @@ def make_reads(lengths: np.ndarray, width: int, seed: int = 0) -> list[MatrixRea
         prompt = length // 2
         reads.append(MatrixRead(ids[:prompt], ids[prompt:], rng.integers(0, VOCABULARY, (length - prompt, width))))
     return reads
-
-
-async def bare(engine: Any, reads: list[MatrixRead]) -> float:
-    """Seconds that vLLM's own client takes for these reads, all at once, in the engine's process."""
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    async def one(i: int, read: MatrixRead) -> None:
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprob_token_ids=np.column_stack([read.response_ids, read.candidate_ids]),
-            prompt_logprob_start=len(read.prompt_ids) - 1,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        prompt = tokens_input([*read.prompt_ids.tolist(), *read.response_ids.tolist()])
-        async for output in engine._llm.generate(prompt, params, f"bare-{time.monotonic_ns()}-{i}"):
-            assert output.prompt_token_id_logprobs.shape == (len(read.response_ids), 1 + read.width)
-
-    started = time.perf_counter()
-    await asyncio.gather(*(one(i, read) for i, read in enumerate(reads)))
-    return time.perf_counter() - started
 
 
 def seconds(ask: Callable[[], Any]) -> float:
@@ -144,7 +121,6 @@ def measure(
 ) -> None:
     from dataclasses import replace
 
-    from benchmarks.serving import bare  # by the name under which the engines' processes find it
     from deployments import ScoringClient
 
     client, http = ScoringClient(), HttpScoringClient(service.url)
@@ -157,7 +133,7 @@ def measure(
     def by_both(some: list[MatrixRead]) -> float:
         """Two bare engines, each with half of the tokens."""
         with ThreadPoolExecutor() as threads:
-            return seconds(lambda: list(threads.map(lambda i: engines[i].call(bare, some[i::2]), (0, 1))))
+            return seconds(lambda: list(threads.map(lambda i: engines[i].call(bare, some[i::2])[0], (0, 1))))
 
     label = [LabelRead([1], [2, 3], teacher="default")]
 
@@ -173,12 +149,12 @@ def measure(
     ways: dict[str, Callable[[], float]] = {
         "mixed, one replica": lambda: seconds(lambda: client.read_matrix(served["one", "mixed"])),
         "mixed, two replicas": lambda: seconds(lambda: client.read_matrix(served["default", "mixed"])),
-        "even, bare engine": lambda: engines[0].call(bare, reads["even"]),
+        "even, bare engine": lambda: engines[0].call(bare, reads["even"])[0],
         "even, one replica": lambda: seconds(lambda: client.read_matrix(served["one", "even"])),
         "even, two bare engines": lambda: by_both(reads["even"]),
         "even, two replicas": lambda: seconds(lambda: client.read_matrix(served["default", "even"])),
         "single, bare engine": lambda: statistics.median(
-            engines[0].call(bare, reads["short"]) for _ in range(options.single)
+            engines[0].call(bare, reads["short"])[0] for _ in range(options.single)
         ),
         "single, one replica": lambda: one_by_one(lambda: client.read_matrix(served["one", "short"])),
         "label, ScoringClient": lambda: one_by_one(lambda: client.read_labels(label)),

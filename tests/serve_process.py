@@ -45,6 +45,13 @@ def outstanding_tokens() -> list[int]:
     return [beat["outstanding_tokens"] for beat in beats]
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class ServeProcess:
     """`serve run` on one application. `url` answers once the constructor returns.
 
@@ -54,9 +61,7 @@ class ServeProcess:
     """
 
     def __init__(self, folder: Path, app_args: dict[str, Any]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.home = folder
         (folder / ".ray").mkdir()
