@@ -11,6 +11,8 @@ export RAY_USAGE_STATS_ENABLED := 0
 # feel it.
 export RAY_SERVE_CONTROL_LOOP_INTERVAL_S := 0.5
 export RAY_SERVE_METRICS_EXPORT_INTERVAL_MS := 2000
+# Ray passes what is larger than 100 kB through its object store, which costs more than to send a shard along.
+export RAY_max_direct_call_object_size := 1048576
 
 .PHONY: help setup demo test test-cluster test-faults bench lint serve lock clean
 

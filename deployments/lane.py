@@ -19,7 +19,7 @@ from scoring.batches import LabelBatch, MatrixBatch
 from scoring.scores import LabelScores, MatrixScores
 
 _WINDOW_STEPS = 2
-_CHUNKS_A_WINDOW = 4
+_CHUNKS_A_WINDOW = 2
 _REPORT_FRESH_S = 5.0  # how long a replica's word on other Routers' tokens counts
 _EXPRESS = 1.25  # of the window: how far a call that has nothing outstanding on a lane may fill it
 
