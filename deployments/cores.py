@@ -27,11 +27,13 @@ class CoreLease:
     _locks: tuple[IO, ...]  # one open file per core; closing them ends the lease
 
 
-def lease_cores(count: int, folder: Path | None = None) -> CoreLease:
+def lease_cores(count: int, teacher: str, folder: Path | None = None) -> CoreLease:
     """Take `count` cores of this node that no other replica holds, or share the least used ones. Never waits.
 
     Args:
         count: cores of one engine. The allowed cores are cut into sets of this size.
+        teacher: whose replica it is. Of cores that are used as much, those of other teachers are shared first: its own
+            replicas work at the same time.
         folder: where the lock files live; the default is one folder per user of the node.
 
     Raises:
@@ -44,8 +46,11 @@ def lease_cores(count: int, folder: Path | None = None) -> CoreLease:
     folder = folder or Path(tempfile.gettempdir()) / f"teacher-scoring-cores-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     for sharers in itertools.count():
-        for cores in sets:
-            locks = _lock([folder / f"{core}.{sharers}" for core in cores])
+        shared_with = {
+            cores: {_text(folder / f"{core}.{other}") for core in cores for other in range(sharers)} for cores in sets
+        }
+        for cores in sorted(sets, key=lambda cores: teacher in shared_with[cores]):
+            locks = _lock([folder / f"{core}.{sharers}" for core in cores], teacher)
             if locks:
                 if sharers:
                     logger.warning("all cores of this node are taken; sharing %s with %d other engines", cores, sharers)
@@ -53,15 +58,23 @@ def lease_cores(count: int, folder: Path | None = None) -> CoreLease:
     raise AssertionError("unreachable: some number of sharers is free")
 
 
-def _lock(paths: list[Path]) -> tuple[IO, ...]:
-    """The open files, each locked; none when one of them is locked already."""
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _lock(paths: list[Path], text: str) -> tuple[IO, ...]:
+    """The open files, each locked and with that text in it; none when one of them is locked already."""
     files: list[IO] = []
     for path in paths:
-        files.append(path.open("w"))
+        files.append(path.open("a"))
         try:
             fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             for file in files:
                 file.close()
             return ()
+    for file in files:
+        file.truncate(0)
+        file.write(text)
+        file.flush()
     return tuple(files)

@@ -45,7 +45,7 @@ class Teacher:
 
     async def __init__(self, name: str, config: dict[str, Any]) -> None:  # Serve awaits it, on the replica's loop
         settings = TeacherConfig.model_validate(config)
-        self._cores = None if settings.num_gpus else lease_cores(settings.cpu_cores)
+        self._cores = None if settings.num_gpus else lease_cores(settings.cpu_cores, name)
         cores = self._cores.cores if self._cores else ()
         prepare_engine_environment(cores)
         started = time.monotonic()
