@@ -21,13 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["RAY_AUTH_MODE"] = "token"  # of the cluster that this starts; read when ray is imported
-# As the Makefile does: Serve's background work, ten times a second by default, takes its time from the engines.
-os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
-os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
-os.environ.setdefault("RAY_max_direct_call_object_size", "1048576")
-
 import numpy as np
 import psutil
 

@@ -21,9 +21,6 @@ from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["RAY_AUTH_MODE"] = "token"  # of the clusters that this starts; read when ray is imported
-
 from benchmarks import machine
 from benchmarks.engines import EngineStage
 from benchmarks.host import HostStage
