@@ -135,7 +135,8 @@ class LimitsConfig(BaseModel):
     max_request_bytes: int = Field(default=1 << 28, ge=1)
     """Bytes of ids, at 4 each; over HTTP also of the body, in whatever form it comes."""
     max_answer_bytes: int = Field(default=1 << 28, ge=1)
-    """Bytes of float32 scores: 4 x rows x (1 + K), summed over the reads."""
+    """Bytes of float32 scores: 4 x rows x (1 + K + 2 x top_k + extras), summed over the reads; rows between those
+    asked for count too."""
     admission_wait_s: float = Field(default=0.5, ge=0)
     """How long a call waits when every replica has its fill, before it is refused (429)."""
 

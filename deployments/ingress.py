@@ -61,6 +61,7 @@ _READY_TIMEOUT_S = 5.0
 _ADAPTER_TIMEOUT_S = 60.0
 _DELETED_CHECK_S = 5.0
 _READY_READ_S = 4.0  # the sooner, so that a read's own error is heard
+_RESULT_BYTES = 400  # of an answer, for each read beside its scores
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
 
 
@@ -321,9 +322,9 @@ async def _answer_reads(kind: wire.Kind, request: Request, router: Router, limit
         scores = await ask(
             batch, timeout_s=left, return_exceptions=options.return_exceptions, trace_headers=trace_headers(request)
         )
-    encode, size = wire.encode_scores, scores.values.nbytes
+    encode, size = wire.encode_scores, scores.values.nbytes + _RESULT_BYTES * (len(scores) + len(failed))
     if answer_in == JSON:
-        encode, size = wire.encode_json, 5 * size  # a float32 is some 20 characters
+        encode, size = wire.encode_json, size + 4 * scores.values.nbytes  # a float32 is some 20 characters
     content = await beside_the_loop(size, lambda: encode(_with_failed(kind, scores, failed)))
     return Response(content, media_type=answer_in)
 

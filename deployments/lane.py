@@ -14,7 +14,7 @@ import numpy as np
 
 from deployments.replica_calls import now
 from scoring.adapters import Adapter
-from scoring.affinity import Prefixes
+from scoring.affinity import Groups, Prefixes
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.scores import LabelScores, MatrixScores
 
@@ -71,9 +71,12 @@ class Chunk:
     call: Call
     reads: np.ndarray  # int64 [n]
     tokens: int
-    work: int  # tokens, without those that the engine it was planned for should find in its cache
+    reused: int  # of these, those that the engine it was planned for should find in its cache
     priority: int
+    groups: Groups | None = None  # of the plan that it is of
+    planned: np.ndarray | None = None  # int64 [n], its reads as that plan numbers them
     done: bool = False
+    hedged: bool = False  # where it is sent now is not where it was planned for
     lanes: set[Lane] = field(default_factory=set)  # it waits in or was sent from; two when it was hedged
     tasks: set[asyncio.Task] = field(default_factory=set)
 
@@ -96,14 +99,6 @@ class Settings:
         """Tokens of work that travel together, about."""
         return max(self.window // _CHUNKS_A_WINDOW, 1)
 
-    def work(self, tokens: np.ndarray, reused: np.ndarray) -> np.ndarray:
-        """int64 [n]: the work for reads of which the engine should find so many tokens in its cache.
-
-        A token that is found counts too, so that a full window is no more than half of what the replica takes.
-        """
-        least = tokens * 2 * self.window // self.limit
-        return np.maximum(tokens - reused, np.minimum(least, tokens))
-
 
 class Lane:
     """What this process has waiting for, and outstanding on, one replica."""
@@ -120,6 +115,7 @@ class Lane:
         self.silent = False
         self._others, self._others_until = 0, 0.0
         self._work: dict[Chunk, int] = {}
+        self._found = 1.0  # of the tokens that its cache was lately thought to hold, the part that it held
         # A heap of (priority, work under way, number, call); an entry that is no longer so is passed over.
         self._turns: list[tuple[int, int, int, Call]] = []
         self._number = itertools.count()
@@ -133,14 +129,28 @@ class Lane:
         """Take in what the replica says is outstanding there, of all Routers."""
         self._others, self._others_until = max(outstanding - self.sent_tokens, 0), now() + _REPORT_FRESH_S
 
+    def work(self, tokens: Any, reused: Any) -> Any:
+        """int64 [n] or an integer: the work for reads of which the engine should find so many tokens in its cache, as
+        far as it lately did.
+
+        A token that is found counts too, so that a full window is no more than half of what the replica takes.
+        """
+        least = tokens * 2 * self.settings.window // self.settings.limit
+        return np.maximum(tokens - (reused * self._found).astype(np.int64), np.minimum(least, tokens))
+
+    def note_cached(self, chunk: Chunk, found: int) -> None:
+        """Take in how many tokens of a chunk the engine has found in its cache."""
+        if chunk.reused:
+            self._found += (min(found / chunk.reused, 1.0) - self._found) / 2
+
     def add(self, chunk: Chunk, hedge: bool = False) -> None:
         """Have a chunk wait here; one that was planned for another lane before all others of its call, and without
         counting on what is cached there."""
         queue = self.waiting.setdefault(chunk.call, deque())
         queue.appendleft(chunk) if hedge else queue.append(chunk)
         chunk.lanes.add(self)
-        self._work[chunk] = chunk.tokens if hedge else chunk.work
-        self.load += self._work[chunk]
+        chunk.hedged = chunk.hedged or hedge
+        self._weigh(chunk)
         self.tokens += chunk.tokens
         if queue[0] is chunk:
             self._set_turn(chunk.call)
@@ -162,6 +172,7 @@ class Lane:
 
     def has_room(self, chunk: Chunk) -> bool:
         """Whether the window has room for the chunk whose turn it is; on an idle lane it has."""
+        self._weigh(chunk)  # more is known of the cache than when it was added
         room = self.settings.window * (1 if self.sent_by[chunk.call] else _EXPRESS)
         return not self.sent or self.sent_load + self._work[chunk] <= room
 
@@ -192,6 +203,12 @@ class Lane:
             del self.sent_by[chunk.call]
         self._drop(chunk)
         self._set_turn(chunk.call)
+
+    def _weigh(self, chunk: Chunk) -> None:
+        reused = 0 if chunk.hedged else chunk.reused
+        work = int(self.work(np.int64(chunk.tokens), np.int64(reused)))
+        self.load += work - self._work.get(chunk, 0)
+        self._work[chunk] = work
 
     def _drop(self, chunk: Chunk) -> None:
         self.load -= self._work.pop(chunk)

@@ -1,6 +1,6 @@
 """How the reads of many calls share the replicas of one teacher: one lane a replica, a window on each.
 
-The reads of a call are planned over the lanes and cut into chunks of about half an engine step. A lane sends chunks
+The reads of a call are planned over the lanes and cut into chunks of about an engine step. A lane sends chunks
 while no more than two steps' tokens are outstanding there, so that the engine never waits, a small call passes a huge
 one within three steps, and a caller that dies leaves only seconds of work behind. Chunks that wait are planned again
 whenever replicas come, go or run dry, and those of a replica that has fallen silent are sent to another as well.
@@ -22,7 +22,7 @@ from deployments.lane import Call, Chunk, Lane, Settings
 from deployments.replica_calls import POLL_S, ReplicaLost, Replicas, now
 from deployments.shared import Shared
 from scoring.adapters import Adapter
-from scoring.affinity import Affinity, alone, find_groups, plan_by_prefix
+from scoring.affinity import Affinity, Groups, Part, alone, find_groups, plan_by_prefix
 from scoring.batches import cut_by_tokens
 from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
 from scoring.scores import LabelScores, MatrixScores
@@ -164,12 +164,11 @@ class Lanes:
         if groups:
             homes, held = self._affinity.homes(groups) if not again else ({}, np.zeros_like(groups.tokens))
             parts = plan_by_prefix(costs, priority, loads, groups, homes, held)
-            self._affinity.keep(groups, {name: part.reads for name, part in parts.items()})
         else:
             parts = {name: alone(shard, priority) for name, shard in plan(costs, loads).items()}
         for lane in lanes:
             if part := parts.get(lane.replica):
-                for chunk in _cut(call, reads[part.reads], part.reused, lane.settings):
+                for chunk in _cut(call, reads, part, groups, lane):
                     lane.add(chunk)
             self._pump(lane)
 
@@ -245,6 +244,8 @@ class Lanes:
                 return
             if (chunk := lane.send_next()) is None:
                 continue
+            if chunk.groups is not None:
+                self._affinity.keep(chunk.groups, {lane.replica: chunk.planned})
             task = asyncio.create_task(self._send(lane, chunk))
             chunk.tasks.add(task)
             chunk.call.tasks.add(task)
@@ -301,6 +302,7 @@ class Lanes:
             self._copy_ended(lane, chunk, ScoringError(f"{type(error).__name__}: {error}"))
         else:
             lane.hear(outstanding + chunk.tokens)  # this chunk is settled there, not yet here
+            lane.note_cached(chunk, int(scores.cached_tokens.sum()))
             lane.silent = False
             self._note_version(lane, scores)
             self._ended(chunk, scores, lane.replica)
@@ -376,13 +378,20 @@ class Lanes:
             self._pump(least)
 
 
-def _cut(call: Call, reads: np.ndarray, reused: np.ndarray, settings: Settings) -> Iterable[Chunk]:
-    """Chunks of about half an engine step's work."""
-    tokens = call.tokens[reads]
-    work = settings.work(tokens, reused)
-    for part in cut_by_tokens(work, settings.chunk):
-        most_urgent = int(call.batch.priority[reads[part[0]]])
-        yield Chunk(call, reads[part], int(tokens[part].sum()), int(work[part].sum()), most_urgent)
+def _cut(call: Call, reads: np.ndarray, part: Part, groups: Groups | None, lane: Lane) -> Iterable[Chunk]:
+    """The part of a lane, of a plan for `reads`, in chunks of about an engine step's work."""
+    tokens = call.tokens[reads[part.reads]]
+    for some in cut_by_tokens(lane.work(tokens, part.reused), lane.settings.chunk):
+        planned = part.reads[some]
+        yield Chunk(
+            call,
+            reads[planned],
+            int(tokens[some].sum()),
+            int(part.reused[some].sum()),
+            int(call.batch.priority[reads[planned[0]]]),
+            groups,
+            planned,
+        )
 
 
 def _age(lane: Lane) -> float:

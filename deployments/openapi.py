@@ -56,7 +56,7 @@ _READ = {
         "prompt_ids": _list(_ID, minItems=1),
         "response_ids": _list(_ID),
         "candidate_ids": {
-            "oneOf": [_NULL, _list(_INTEGER), _list(_list(_INTEGER))],
+            "anyOf": [_NULL, _list(_INTEGER), _list(_list(_INTEGER))],
             "default": None,
             "description": "[K], for every row, or [R][K]; -1 at the end of a row is an unused column",
         },

@@ -89,7 +89,8 @@ class Router:
         served, adapters = _default_first(catalog), dict(catalog["adapters"])  # the ingress changes its own in place
         self._forget(served, adapters)
         owners = {deployment: name for name, deployment in reversed(served.items()) if name not in adapters}
-        infos = await asyncio.gather(*(self._info(name, catalog, deadline) for name in owners.values()))
+        snapshot = {**catalog, "deployments": served}
+        infos = await asyncio.gather(*(self._info(name, snapshot, deadline) for name in owners.values()))
         by_deployment = dict(zip(owners, infos, strict=True))
         if not any(info["replicas"] for info in infos):
             why = "".join(
@@ -100,7 +101,7 @@ class Router:
         for name, adapter in adapters.items():
             found[name] |= {"base": owners[served[name]], "adapter": adapter.path}
         answering = [name for name in adapters if found[name]["replicas"]]
-        checkpoints = (self._checkpoint(adapters[name], name, catalog, deadline) for name in answering)
+        checkpoints = (self._checkpoint(adapters[name], name, snapshot, deadline) for name in answering)
         for name, checkpoint in zip(answering, await asyncio.gather(*checkpoints), strict=True):
             found[name]["checkpoint"] = checkpoint
         return {name: {**info, "default": name == catalog["default"]} for name, info in found.items()}

@@ -23,10 +23,12 @@ class Shared:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(self._ask())
             self._asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())
+        asking = self._asking
         self._waiting += 1
         try:
-            return await asyncio.shield(self._asking)
+            return await asyncio.shield(asking)
         finally:
             self._waiting -= 1
             if not self._waiting:
-                self._asking.cancel()
+                asking.cancel()
+                self._asking = None  # whoever comes before it has ended must not wait for it

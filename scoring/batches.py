@@ -368,8 +368,14 @@ class MatrixBatch(_Ragged):
         return 4 * ids + 8 * np.diff(self.row_offsets) + _COLUMN_BYTES
 
     def answer_bytes(self) -> np.ndarray:
-        """int64 [N]: size of each read's scores."""
-        return 4 * self.row_counts() * self.answer_widths()
+        """int64 [N]: size of each read's scores, with those of rows in between that are not asked for: an engine
+        answers one unbroken run of rows."""
+        spans = self.row_counts()
+        asked = np.flatnonzero(np.diff(self.row_offsets))
+        if len(asked):
+            first, last = (end.reduceat(self.rows, self.row_offsets[asked]) for end in (np.minimum, np.maximum))
+            spans[asked] = last - first + 1
+        return 4 * spans * self.answer_widths()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -436,7 +436,7 @@ class TeacherEngine:
                 self._adapters.popitem(last=False)
         try:
             loaded = await asyncio.shield(loading)
-        except ScoringError:
+        except Exception:
             self._adapters.pop(adapter.serial, None)  # mended, it may be asked for again
             raise
         if adapter.serial in self._adapters:
@@ -506,12 +506,11 @@ class TeacherEngine:
         )
 
     def _ids_to_gather(self, read: MatrixRead, columns: Columns, rows: np.ndarray, first: int, last: int) -> np.ndarray:
-        """int32 [last - first + 1, columns.width]: per row the response's own id and its candidates.
+        """int32 [last - first + 1, 1 + K]: per row the response's own id and its candidates.
 
-        All other columns hold pads, and so do rows between those asked for, since the engine scores one unbroken run
-        of rows.
+        Rows between those asked for hold pads, since the engine scores one unbroken run of rows.
         """
-        ids = np.full((last - first + 1, columns.width), PAD, dtype=np.int32)
+        ids = np.full((last - first + 1, 1 + columns.candidates), PAD, dtype=np.int32)
         ids[rows - first, columns.response_at] = read.response_ids[rows]
         if read.width:
             candidates = read.candidate_ids if read.candidate_ids.ndim == 1 else read.candidate_ids[rows]
@@ -695,17 +694,16 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if current_platform.is_cpu():
         # Eager with an explicit KV cache starts without warm-up; blocks of 32 are the CPU minimum and the fastest.
         defaults |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
-        if given.get("enable_lora"):
-            # Left to itself vLLM wraps the head too, and there its CPU code takes one request a step.
-            defaults["lora_target_modules"] = list(_LORA_MODULES)
+    if given.get("enable_lora"):
+        # Left to itself vLLM wraps the head too, and takes the rows of a matrix there for the requests of the step.
+        defaults["lora_target_modules"] = list(_LORA_MODULES)
     return {
         **defaults,
         **given,
         "model": settings.model,
         "dtype": checkpoint_dtype(settings.model) if settings.dtype == "auto" else settings.dtype,
         "hf_overrides": overrides,
-        # The widest answer there is: vLLM counts its columns.
-        "max_logprobs": Columns(settings.max_candidates, settings.max_candidates, tail=True, entropy=True).width,
+        "max_logprobs": settings.max_candidates + 1,  # the response's own token is one more column
         "logprobs_mode": "raw_logits" if settings.scores == "logits" else "raw_logprobs",
         "generation_config": "vllm",  # a checkpoint's sampling defaults have no say in scores
     }
@@ -753,8 +751,7 @@ def check_config(config: VllmConfig) -> None:
 
 
 def check_matrix_answer(values: Any, ids: np.ndarray, columns: Columns) -> np.ndarray:
-    """`values` when it is the answer to `ids` (int32 [rows, columns.width]): float32 of that shape, without NaN, and
-    with all that was asked for in the rows that have ids.
+    """`values` when it is the answer to `ids` (int32 [rows, 1 + K]): float32 [rows, columns.width], without NaN.
 
     Raises:
         WrongEngineAnswer: it is anything else. Nothing is padded, cut or replaced.
@@ -765,27 +762,17 @@ def check_matrix_answer(values: Any, ids: np.ndarray, columns: Columns) -> np.nd
         raise WrongEngineAnswer(
             f"the engine returned {getattr(values, 'dtype', type(values).__name__)} scores; float32 is due"
         )
-    if values.shape != ids.shape:
-        raise WrongEngineAnswer(f"the engine returned scores of shape {list(values.shape)}; {list(ids.shape)} is due")
+    due = (len(ids), columns.width)
+    if values.shape != due:
+        plain = " (vLLM's own gather has answered: the plugin teacher_scoring must run in all of vLLM's processes)"
+        raise WrongEngineAnswer(
+            f"the engine returned scores of shape {list(values.shape)}; {list(due)} is due"
+            f"{plain if values.shape == ids.shape else ''}"
+        )
     if np.isnan(values).any():
         row, column = (int(i) for i in np.argwhere(np.isnan(values))[0])
-        raise WrongEngineAnswer(f"the engine returned NaN at row {row} {_name_of(columns, column)}")
-    extras = [*range(columns.width)[columns.top_ids_at], *([columns.entropy_at] if columns.entropy else [])]
-    if (values[ids[:, columns.response_at] != PAD][:, extras] < 0).any():
-        raise WrongEngineAnswer(
-            "the engine returned an entropy below zero, or ids below zero among the teacher's best: vLLM's own gather "
-            "does so, and this project's must run in its place (the plugin teacher_scoring, in all of vLLM's processes)"
-        )
+        raise WrongEngineAnswer(f"the engine returned NaN at row {row} {columns.name_of(column)}")
     return values
-
-
-def _name_of(columns: Columns, column: int) -> str:
-    """What stands in a column of an answer."""
-    if column == columns.response_at:
-        return "the response's own token"
-    if column <= columns.candidates:
-        return f"col {column - 1}"
-    return {columns.tail_at: "the tail", columns.entropy_at: "the entropy"}.get(column, "the teacher's best")
 
 
 def check_label_answer(values: list[float]) -> np.ndarray:

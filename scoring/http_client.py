@@ -113,6 +113,12 @@ class _Client:
         while left:
             piece = left.pop(0)
             part = batch if len(piece) == len(batch) else batch.select(piece)
+            if parts and time.monotonic() >= deadline:
+                late = DeadlineExceeded("not asked before its deadline (timeout_s)")
+                if not return_exceptions:
+                    raise late.at(int(piece[0]))
+                parts.append((piece, wire.SCORES[kind].failed(late, len(piece)), np.arange(len(piece))))
+                continue
             limits = self._limits
             if limits and len(cut := limits.cut(part)) > 1:
                 left = [piece[reads] for reads in cut] + left

@@ -117,7 +117,7 @@ class BatchLimits:
         max_batch_tokens: tokens of prompts and responses together.
         max_request_bytes: of the ids, at 4 bytes each; over HTTP also of the body, in whatever form it comes.
         max_answer_bytes: of float32 scores, summed over the reads: 4 x rows x (1 + K + 2 x top_k + one of each of
-            the extras).
+            the extras), with the rows between those asked for.
     """
 
     max_batch_reads: int

@@ -6,7 +6,7 @@ teacher (vocabulary, length, widths) is checked by `limits.py`, before the engin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -165,7 +165,7 @@ def _integer(value: Any, field: str, lowest: int) -> int:
 
 def _extras(value: Any) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else value
-    if not isinstance(given, Iterable):
+    if not isinstance(given, Iterable) or isinstance(given, Mapping):
         raise InvalidRead(f"is {value!r}; allowed are any of {', '.join(EXTRAS)}", field="extras")
     given = tuple(given)
     for name in given:

@@ -157,7 +157,8 @@ def compare(what: str, one: np.ndarray, what_else: str, other: np.ndarray, float
         of_rows = difference.mean(axis=1, dtype=np.float64)
         width = min(rows, len(of_rows))
         mean = float(np.convolve(of_rows, np.full(width, 1 / width), mode="valid").max())
-        limit = HALF_LIMIT * (2 if width == 1 else 1) * float(np.abs(np.diff(other, axis=0)).mean(dtype=np.float64))
+        neighbours = np.diff(other, axis=0) if len(other) > 1 else other
+        limit = HALF_LIMIT * (2 if width == 1 else 1) * float(np.abs(neighbours).mean(dtype=np.float64))
         right = mean <= limit
         due = f"over {width} rows {mean:.4g} on average, where at most {limit:.4g} is due in half precision"
     if not right:

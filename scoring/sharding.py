@@ -71,7 +71,7 @@ def plan(
     whole = (own + prompt)[order] <= target
     fits, larger = order[whole], order[~whole]
     at = np.empty(len(counts), dtype=np.int64)  # replica of each group that fits
-    at[fits] = _longest_first(own[fits], shared[fits], home[fits], mean + (own + shared).max(initial=0), replicas)
+    at[fits] = _longest_first(own[fits], shared[fits], home[fits], mean, replicas)
     reads = np.split(np.lexsort((costs, groups)), np.cumsum(counts)[:-1]) if len(larger) else []
     cut = [_Cut(costs[reads[g]].tolist(), int(shared[g]), int(home[g])) for g in larger]
     loose = fits[home[fits] < 0]
@@ -145,12 +145,13 @@ def _target(
 
 
 def _longest_first(
-    own: np.ndarray, shared: np.ndarray, home: np.ndarray, limit: float, replicas: _Replicas
+    own: np.ndarray, shared: np.ndarray, home: np.ndarray, mean: float, replicas: _Replicas
 ) -> list[int]:
-    """The replica of each group, in turn: its home while that stays within `limit`, else the least loaded one."""
+    """The replica of each group, in turn: its home, unless that has the mean load and the group's prompt already; then
+    the least loaded one. So none exceeds the mean by more than a group."""
     where, loads = [], replicas.loads
     for cost, prompt, i in zip(own.tolist(), shared.tolist(), home.tolist(), strict=True):
-        if i < 0 or loads[i] + cost > limit:
+        if i < 0 or loads[i] > mean + prompt:
             held, i = i, replicas.least()
             cost += prompt if i != held else 0
         loads[i] += cost

@@ -346,8 +346,8 @@ def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
             if wrong.any():
                 row, k = (int(x) for x in np.argwhere(wrong)[0])
                 raise WrongEngineAnswer(f"the id at row {row} of top_ids col {k} is {ids[row, k]}", read=i)
-            if columns.entropy and np.isneginf(block[:, columns.entropy_at]).any():
-                raise WrongEngineAnswer("an entropy is missing", read=i)
+            if columns.entropy and (block[:, columns.entropy_at] < 0).any():
+                raise WrongEngineAnswer("an entropy is missing or below zero", read=i)
 
 
 # ---------------------------------------------------------------- parts of safetensors

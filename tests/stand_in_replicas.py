@@ -84,7 +84,8 @@ class StandInReplica:
                     raise ReplicaLost("died")
             scores = await getattr(StandInRouter(), method)(batch, return_exceptions=True)
             metas = tuple(dataclasses.replace(meta, weight_version=self.weight_version) for meta in scores.metas)
-            return dataclasses.replace(scores, metas=metas), self.outstanding - tokens
+            cached = (batch.tokens() - work).astype(np.int32)
+            return dataclasses.replace(scores, metas=metas, cached_tokens=cached), self.outstanding - tokens
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

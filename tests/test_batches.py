@@ -81,7 +81,8 @@ def test_a_batch_holds_the_matrix_reads_it_was_made_from(reads):
     rows = [list(range(len(r["response_ids"]))) if r["rows"] is None else r["rows"] for r in reads]
     assert batch.answered_rows().tolist() == [row for of_read in rows for row in of_read]
     widths = [1 + read.width + len(r["extras"]) + 2 * r["top_k"] for read, r in zip(batch, reads, strict=True)]
-    assert batch.answer_bytes().tolist() == [4 * len(n) * width for n, width in zip(rows, widths, strict=True)]
+    spans = [max(n) - min(n) + 1 if n else 0 for n in rows]
+    assert batch.answer_bytes().tolist() == [4 * span * width for span, width in zip(spans, widths, strict=True)]
     assert [read.columns.width for read in batch] == widths
     assert batch.extras().tolist() == [("tail" in r["extras"]) + 2 * ("entropy" in r["extras"]) for r in reads]
 

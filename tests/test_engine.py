@@ -152,8 +152,7 @@ def test_what_scores_depend_on_is_fixed(scores, mode):
     arguments = engine_arguments(EngineSettings("model", dtype="bfloat16", scores=scores, max_candidates=64))
     assert arguments["logprobs_mode"] == mode
     assert arguments["generation_config"] == "vllm"
-    # The widest answer: the response's own token, 64 candidates, tail, entropy, 64 ids and their scores.
-    assert arguments["max_logprobs"] == 1 + 64 + 2 + 2 * 64
+    assert arguments["max_logprobs"] == 1 + 64  # the response's own token, and the candidates
     assert arguments["model"] == "model"
     assert arguments["dtype"] == "bfloat16"
 
@@ -193,7 +192,7 @@ def test_the_engines_answer_is_passed_on_as_it_is():
         (RIGHT.reshape(-1), r"shape \[6\]; \[2, 3\] is due"),
         (with_nan(1, 2), "NaN at row 1 col 1"),
         (with_nan(0, 1), "NaN at row 0 col 0"),
-        (with_nan(1, 0), "NaN at row 1 the response's own token"),
+        (with_nan(1, 0), "NaN at row 1 response_logprobs"),
     ],
     ids=["none", "float64", "float16", "list", "narrow", "short", "long", "flat", "nan", "first-nan", "own-nan"],
 )
@@ -203,7 +202,7 @@ def test_an_answer_of_another_kind_is_an_error_that_says_how_it_is_wrong(values,
 
 
 ALL = Columns(1, top_k=2, tail=True, entropy=True)
-ALL_IDS = np.array([[5, 6, *[-1] * 6], [-1] * 8, [7, 8, *[-1] * 6]], np.int32)
+ALL_IDS = np.array([[5, 6], [-1, -1], [7, 8]], np.int32)
 ALL_RIGHT = np.array([[-1, -2, -0.5, 1.5, 6, 9, -2, -3], [-np.inf] * 8, [-1, -2, -np.inf, 0, 8, 0, 0, -9]], np.float32)
 
 
@@ -214,19 +213,22 @@ def test_an_answer_of_all_columns_is_passed_on_with_rows_that_were_not_asked_for
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        (ALL.tail_at, np.nan, "NaN at row 2 the tail"),
-        (ALL.entropy_at, np.nan, "NaN at row 2 the entropy"),
-        (ALL.top_ids_at.start, np.nan, "NaN at row 2 the teacher's best"),
-        (ALL.width - 1, np.nan, "NaN at row 2 the teacher's best"),
-        (ALL.entropy_at, -np.inf, "the plugin teacher_scoring, in all of vLLM's processes"),
-        (ALL.top_ids_at.start + 1, -np.inf, "the plugin teacher_scoring, in all of vLLM's processes"),
+        (ALL.tail_at, np.nan, "NaN at row 2 tail_logprob"),
+        (ALL.entropy_at, np.nan, "NaN at row 2 entropy"),
+        (ALL.top_ids_at.start, np.nan, "NaN at row 2 top_ids col 0"),
+        (ALL.width - 1, np.nan, "NaN at row 2 top_logprobs col 1"),
     ],
 )
-def test_columns_that_vllm_alone_leaves_empty_are_an_error(column, value, message):
+def test_a_nan_in_any_column_is_an_error_that_names_it(column, value, message):
     values = ALL_RIGHT.copy()
     values[2, column] = value
     with pytest.raises(WrongEngineAnswer, match=message):
         check_matrix_answer(values, ALL_IDS, ALL)
+
+
+def test_an_answer_of_vllms_own_gather_where_more_was_asked_for_is_an_error_that_says_so():
+    with pytest.raises(WrongEngineAnswer, match=r"shape \[3, 2\]; \[3, 8\] is due \(vLLM's own gather has answered"):
+        check_matrix_answer(ALL_RIGHT[:, :2], ALL_IDS, ALL)
 
 
 def test_a_nan_among_labels_is_an_error_that_names_the_label():

@@ -252,8 +252,7 @@ class Steps:
         ids = random_ids(count, columns.candidates, V, seed=len(self.ids))
         if rows is not None:
             ids[np.setdiff1d(np.arange(count), rows)] = -1
-        sent = np.full((count, columns.width), -1, np.int32)
-        sent[:, : ids.shape[1]] = ids
+        sent = ids.numpy().astype(np.int32)
         extra_args = asked_for(columns, share_head)
         params = SamplingParams(
             max_tokens=1, prompt_logprob_token_ids=sent, prompt_logprob_start=start, extra_args=extra_args

@@ -39,8 +39,8 @@ PRODUCT_ROWS_CPU = 256  # there its logits are still in a cache when they are ga
 def asked_for(columns: Columns, share_head: bool) -> dict[str, Any] | None:
     """The `extra_args` of a request whose answer has these columns; None where vLLM's own gather answers it.
 
-    The ids that the request brings are int32 [rows, columns.width]: the response's own token, the candidates, and pads
-    in all other columns, which the worker fills.
+    The ids that the request brings are int32 [rows, 1 + K], as upstream's are: the response's own token and the
+    candidates. The answer is float32 [rows, columns.width].
     """
     if columns.plain and not share_head:
         return None
@@ -72,11 +72,14 @@ def replace_gather() -> None:
 
     @wraps(add)
     def add_request(self: "PromptLogprobsWorker", req_id: str, req_idx: int, sampling_params: "SamplingParams") -> None:
-        add(self, req_id, req_idx, sampling_params)
         asked = (sampling_params.extra_args or {}).get(KEY)
-        if asked is not None:
-            del self.token_id_scores[req_id]
-            _gather_of(self).add(req_id, sampling_params, **asked)
+        if asked is None:
+            add(self, req_id, req_idx, sampling_params)
+            return
+        # What upstream does where no `prompt_logprobs` are asked for, without its copies of the ids on the device.
+        self.uses_prompt_logprobs[req_idx] = False
+        self.num_prompt_logprobs[req_idx] = 0
+        _gather_of(self).add(req_id, sampling_params, **asked)
 
     @wraps(remove)
     def remove_request(self: "PromptLogprobsWorker", req_id: str) -> None:
@@ -150,17 +153,15 @@ class Gather:
 
     def add(self, req_id: str, sampling_params: "SamplingParams", columns: dict[str, Any], share_head: bool) -> None:
         """Take a request on. One that comes again after a preemption begins anew."""
-        columns = Columns(**columns)
-        ids = sampling_params.prompt_logprob_token_ids  # int32 [all rows, width]
-        ids_at = 1 + columns.candidates
-        rows = np.flatnonzero((ids[:, :ids_at] >= 0).any(axis=1))
+        ids = sampling_params.prompt_logprob_token_ids  # int32 [all rows, 1 + K]
+        rows = np.flatnonzero((ids >= 0).any(axis=1))
         self.reads[req_id] = _Read(
-            columns,
+            Columns(**columns),
             sampling_params.prompt_logprob_start or 0,
             share_head,
             len(ids),
             rows,
-            self._to_device(ids[rows, :ids_at].astype(np.int64)),
+            self._to_device(ids[rows].astype(np.int64)),
         )
 
     def compute(
@@ -237,12 +238,13 @@ class Gather:
 def _products(parts: list[_Part], most: int) -> Iterator[list[_Part]]:
     """The parts of a step, in order, in lists of at most so many rows that are multiplied by the head at once."""
     together: list[_Part] = []
+    size = 0  # rows of what is together
     for part in parts:
-        size = sum(len(other.positions) for other in together) + len(part.positions)
+        size += len(part.positions)
         alone = not (part.read.share_head and together and together[-1].read.share_head)
         if together and (alone or size > most):
             yield together
-            together = []
+            together, size = [], len(part.positions)
         together.append(part)
     if together:
         yield together
