@@ -277,6 +277,44 @@ async def test_reads_that_come_one_by_one_follow_their_prompt(router, replicas):
     assert all(len(names) == 1 for names in where(replicas).values())
 
 
+async def test_what_was_only_planned_counts_as_prefilled_nowhere(router, replicas):
+    """Else the window would let through many steps' work when a replica joins, and all is planned again."""
+    settings = {"max_outstanding_tokens": 64_000, "block": 16}
+    one = only(replicas, **settings)
+    reads = [MatrixRead([1, *([i] * 239)], [7] * 10) for i in range(2, 202)]
+    batch = asyncio.create_task(router.read_matrix(reads))
+    await asyncio.sleep(0.03)
+    replicas.by_name["b"] = StandInReplica(**settings)
+    await check(await batch, reads)
+    assert replicas.by_name["b"].steps and one.largest_outstanding <= 2000
+
+
+async def test_a_cache_that_has_forgotten_is_believed_less(router, replicas):
+    one = only(replicas, max_outstanding_tokens=64_000, block=16)
+    for _ in range(3):
+        one.largest_outstanding = 0
+        reads = [MatrixRead([1, *([i] * 239)], [7] * 10) for i in range(2, 202)]
+        await router.read_matrix(reads)
+        one.cached.clear()
+    (lane,) = router._lanes["Teacher-default"]._lanes.values()
+    assert lane.work(np.int64(250), np.int64(224)) > 200
+
+
+async def test_a_replica_beside_the_home_of_everything_gets_its_half(router, replicas):
+    settings = {"max_outstanding_tokens": 64_000, "block": 16}
+    replicas.by_name = {"a": StandInReplica(**settings)}
+    reads = [read for i in range(100) for read in samples(2 + i, count=5, length=33, response=1)]
+    reads += samples(1, count=300, length=33, response=2)
+    await router.read_matrix(reads)
+    replicas.by_name["b"] = StandInReplica(**settings)
+    for _ in range(2):
+        for replica in replicas.by_name.values():
+            replica.prefilled = 0
+        await router.read_matrix(reads)
+    work = [replica.prefilled for replica in replicas.by_name.values()]
+    assert max(work) < 1.5 * min(work)
+
+
 async def test_a_prompt_with_more_reads_than_a_replica_should_have_is_shared_out(router, replicas):
     four = caching(replicas, 4)
     reads = samples(1, count=400, response=1)
