@@ -33,7 +33,7 @@ from scoring.environment import prepare_engine_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS, QUICK_ROUNDS = 5, 3
-QUICK_ROWS = ("v1-*", "hf-tiny", "floor-tiny", "service-tiny", "labels-tiny", "wire")
+QUICK_ROWS = ("v1-tiny", "hf-tiny", "floor-tiny", "service-tiny", "labels-tiny", "wire")
 
 STAGES = (
     EngineStage("tiny", v1=2.4, hf=1.0, floor=0.85),
