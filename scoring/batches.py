@@ -336,10 +336,7 @@ class MatrixBatch(_Ragged):
     def reusable(self) -> np.ndarray:
         """int64 [N]: tokens at the start of each read that an engine may take from its cache: those before the token
         that the first scored row is predicted at."""
-        first = np.zeros(len(self), dtype=np.int64)
-        asked = np.flatnonzero(np.diff(self.row_offsets))
-        if len(asked):
-            first[asked] = np.minimum.reduceat(self.rows, self.row_offsets[asked])
+        first, _ = self._row_bounds()
         return np.clip(self.prompt_lens - 1 + first, 0, self.tokens())
 
     def row_counts(self) -> np.ndarray:
@@ -370,12 +367,17 @@ class MatrixBatch(_Ragged):
     def answer_bytes(self) -> np.ndarray:
         """int64 [N]: size of each read's scores, with those of rows in between that are not asked for: an engine
         answers one unbroken run of rows."""
-        spans = self.row_counts()
+        first, end = self._row_bounds()
+        return 4 * (end - first) * self.answer_widths()
+
+    def _row_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [N] twice: the first row that each read asks for, and the one after its last."""
+        first, end = np.zeros(len(self), dtype=np.int64), self.row_counts().astype(np.int64)
         asked = np.flatnonzero(np.diff(self.row_offsets))
         if len(asked):
-            first, last = (end.reduceat(self.rows, self.row_offsets[asked]) for end in (np.minimum, np.maximum))
-            spans[asked] = last - first + 1
-        return 4 * spans * self.answer_widths()
+            first[asked] = np.minimum.reduceat(self.rows, self.row_offsets[asked])
+            end[asked] = np.maximum.reduceat(self.rows, self.row_offsets[asked]) + 1
+        return first, end
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from scoring import MatrixBatch, MatrixRead, ScoringError
+from tests.oracle import hf_logprobs
 
 TIMEOUT_S = 90.0
 GRACE_S = 5.0  # for an answer to travel after its deadline
@@ -88,3 +89,13 @@ def make_batches(count: int, vocabulary: int, seed: int) -> list[MatrixBatch]:
             reads.append(MatrixRead(ids[:prompt], ids[prompt:], rng.integers(0, vocabulary, (response, width))))
         batches.append(MatrixBatch.from_reads(reads))
     return batches
+
+
+def right_answers(model: Any, batch: MatrixBatch) -> list[np.ndarray]:
+    """Hugging Face's float32 [R, K] for each read."""
+    answers = []
+    for read in batch:
+        rows = hf_logprobs(model, [*read.prompt_ids.tolist(), *read.response_ids.tolist()]).numpy()
+        rows = rows[len(read.prompt_ids) - 1 : -1]
+        answers.append(np.take_along_axis(rows, read.candidate_ids.astype(np.int64), 1))
+    return answers

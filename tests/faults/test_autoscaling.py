@@ -5,13 +5,11 @@ Run by itself: a process that has been connected to one cluster keeps Serve's vi
 
 import time
 
-import numpy as np
 import pytest
 
 from deployments.client import ScoringClient
 from scoring.http_client import HttpScoringClient
-from tests.faults.load import Load, make_batches
-from tests.oracle import hf_logprobs
+from tests.faults.load import Load, make_batches, right_answers
 from tests.serve_process import ServeProcess, two_replicas_of
 
 LIMIT = 3e-5
@@ -33,15 +31,6 @@ def service(tiny_path, tmp_path_factory):
     service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": teacher}})
     with service.connected():
         yield service
-
-
-def right_answers(model, batch):
-    answers = []
-    for read in batch:
-        rows = hf_logprobs(model, [*read.prompt_ids.tolist(), *read.response_ids.tolist()]).numpy()
-        rows = rows[len(read.prompt_ids) - 1 : -1]
-        answers.append(np.take_along_axis(rows, read.candidate_ids.astype(np.int64), 1))
-    return answers
 
 
 @pytest.mark.timeout(900)

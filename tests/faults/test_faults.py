@@ -22,8 +22,7 @@ from deployments.actor import NAMESPACE
 from deployments.client import ScoringClient
 from deployments.router import APP_NAME
 from scoring.http_client import HttpScoringClient
-from tests.faults.load import Load, make_batches
-from tests.oracle import hf_logprobs
+from tests.faults.load import Load, make_batches, right_answers
 from tests.processes import engine_cores, workers
 from tests.serve_process import ServeProcess, outstanding_tokens, two_replicas_of
 
@@ -79,10 +78,7 @@ def batches(client, tiny_model):
     batches = make_batches(6, VOCABULARY, SEED)
     truth = [[score.logprobs for score in client.read_matrix(batch)] for batch in batches]
     for batch, answers in zip(batches, truth, strict=True):
-        for read, answer in zip(batch, answers, strict=True):
-            ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
-            rows = hf_logprobs(tiny_model, ids).numpy()[len(read.prompt_ids) - 1 : -1]
-            right = np.take_along_axis(rows, read.candidate_ids.astype(np.int64), 1)
+        for answer, right in zip(answers, right_answers(tiny_model, batch), strict=True):
             np.testing.assert_allclose(answer, right, atol=LIMIT, rtol=0)
     return batches, truth
 
