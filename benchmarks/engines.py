@@ -20,7 +20,7 @@ from scoring.batches import MatrixBatch
 from scoring.reads import MatrixRead
 from tests.engine_process import EngineProcess
 
-TOKENS, WIDTH, MORE_READS = 256, 16, 16
+TOKENS, WIDTH, MORE_READS = 256, 16, 8
 _V1_TOP = 16
 _serial = itertools.count()
 

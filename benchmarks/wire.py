@@ -114,8 +114,13 @@ def measure(rounds: int = 5, reads: int = READS) -> list[dict[str, Any]]:
         _row(f"{what}: JSON to safetensors, processor time", "x", ratios, f">= {LEAST_RATIO:g} x"),
         *(_row(f"{what} through {form}, processor time", "s", values) for form, values in seconds.items()),
         *(_row(f"{what} through {form}, bytes of request and answer", "MB", [n / 1e6]) for form, n in sizes.items()),
-        *(_row(f"{what} through {form}, memory at its peak", "MB", [_in_own_process(form, reads)]) for form in FORMS),
     ]
+
+
+def peaks(reads: int = READS) -> list[dict[str, Any]]:
+    """Rows of figures as of `measure`: the memory that each form needs."""
+    what = f"{reads} reads of {ROWS} rows x {CANDIDATES}"
+    return [_row(f"{what} through {form}, memory at its peak", "MB", [_in_own_process(form, reads)]) for form in FORMS]
 
 
 def _row(name: str, unit: str, values: list[float], due: str | None = None) -> dict[str, Any]:
@@ -163,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often each form is taken (default 5)")
     parser.add_argument("--reads", type=int, default=READS, help=f"reads of the batch (default {READS})")
     options = parser.parse_args()
-    for row in measure(options.rounds, options.reads):
+    for row in [*measure(options.rounds, options.reads), *peaks(options.reads)]:
         print(line(row))
 
 
