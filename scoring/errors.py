@@ -84,6 +84,12 @@ class InvalidAdapter(ScoringError, ValueError):
     status = 422
 
 
+class NoTokenizer(ScoringError, ValueError):
+    """Text was given, and there is no tokenizer here for it, or none with a chat template. Ids are answered."""
+
+    status = 422
+
+
 class VersionMismatch(ScoringError):
     """The read expects a weight version that the teacher does not have."""
 
@@ -132,6 +138,7 @@ _BY_NAME = {
         BatchTooLarge,
         UnknownTeacher,
         InvalidAdapter,
+        NoTokenizer,
         VersionMismatch,
         Overloaded,
         TeacherUnavailable,
