@@ -12,11 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
 from ray.serve.schema import ApplicationStatus
@@ -266,8 +266,9 @@ def _own_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
 
     @routes.get("/v1/teachers")
     async def teachers() -> Response:
-        """What every teacher is and takes."""
-        return json_response({"teachers": await router().teachers(), "schema_version": SCHEMA_VERSION})
+        """What every teacher is and takes, and what one call may hold."""
+        known = await router().teachers()
+        return json_response({"teachers": known, "limits": asdict(limits), "schema_version": SCHEMA_VERSION})
 
     @routes.get("/health")
     async def health() -> Response:
@@ -325,7 +326,7 @@ async def _answer_reads(kind: wire.Kind, request: Request, router: Router, limit
     encode, size = wire.encode_scores, scores.values.nbytes + _RESULT_BYTES * (len(scores) + len(failed))
     if answer_in == JSON:
         encode, size = wire.encode_json, size + 4 * scores.values.nbytes  # a float32 is some 20 characters
-    content = await beside_the_loop(size, lambda: encode(_with_failed(kind, scores, failed)))
+    content = await beside_the_loop(size, lambda: encode(scores.with_failed(failed)))
     return Response(content, media_type=answer_in)
 
 
@@ -340,16 +341,6 @@ def _parse_json(kind: wire.Kind, data: bytes) -> tuple[Any, dict[int, ScoringErr
     failed = {i: read for i, read in enumerate(reads) if isinstance(read, ScoringError)}
     good = [read for read in reads if not isinstance(read, ScoringError)]
     return wire.BATCH[kind].from_reads(good), failed, options
-
-
-def _with_failed(kind: wire.Kind, scores: Any, failed: dict[int, ScoringError]) -> Any:
-    """`scores` of the good reads, with the failed ones back in their places."""
-    if not failed:
-        return scores
-    answer, count = wire.SCORES[kind], len(scores) + len(failed)
-    good = np.array([i for i in range(count) if i not in failed], dtype=np.int64)  # int64 [len(scores)]
-    parts = [(np.array([i]), answer.failed(error, 1), np.array([0])) for i, error in failed.items()]
-    return answer.assemble(count, [(good, scores, np.arange(len(scores))), *parts])
 
 
 def _request_form(request: Request) -> str:

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import logging
 import random
+import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -52,12 +56,15 @@ _RETRIED = (429, 502, 503, 504)
 _PASSING = (Overloaded, TeacherUnavailable)  # a read's errors that another attempt may not meet
 _PIECE_TOKENS = 16_384  # `iter_matrix` asks for about this many tokens a call, and
 _PIECES_AT_ONCE = 4  # has this many calls under way
+_UPLOAD_PIECE = 256 * 1024  # bytes of a request between two looks at the clock
 _JSON_SIZE = 3  # an id in JSON, against its 4 bytes
 _HEADER_BYTES = 4096  # of a batch in safetensors: the names of its arrays and of the teachers
 # The connection broke, or never was. Reads are idempotent, so it does not matter how far the request had come.
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 # What a status means in an answer that is not the service's own, but a proxy's.
-_BY_STATUS = {429: Overloaded, 504: DeadlineExceeded} | dict.fromkeys((500, 502, 503), TeacherUnavailable)
+_BY_STATUS = {413: BatchTooLarge, 429: Overloaded, 504: DeadlineExceeded} | dict.fromkeys(
+    (500, 502, 503), TeacherUnavailable
+)
 
 
 @dataclass(frozen=True)
@@ -87,14 +94,29 @@ class _Client:
     _http_class: type[httpx.Client] | type[httpx.AsyncClient]
 
     def __init__(
-        self, base_url: str, *, token: str | None = None, timeout_s: float = wire.DEFAULT_TIMEOUT_S, binary: bool = True
+        self,
+        base_url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = wire.DEFAULT_TIMEOUT_S,
+        binary: bool = True,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._timeout_s = wire.ReadOptions(timeout_s).timeout_s
         self._binary = binary
         self._limits: BatchLimits | None = None  # known once a call was too big
-        self._made_with = {"base_url": base_url, "token": token, "timeout_s": timeout_s, "binary": binary}
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._http = self._http_class(base_url=base_url, headers=headers, limits=_LIMITS, trust_env=False)
+        self._made_with = {"base_url": base_url, "token": token, "timeout_s": timeout_s, "binary": binary, "tls": tls}
+        url = httpx.URL(base_url)
+        if url.userinfo and token is not None:
+            raise ValueError("a token is given twice: as token, and in base_url")
+        self._http = self._http_class(
+            base_url=url.copy_with(userinfo=b""),  # errors name the URL
+            auth=(url.username, url.password) if url.userinfo else None,
+            headers={} if token is None else {"authorization": f"Bearer {token}"},
+            limits=_LIMITS,
+            trust_env=False,
+            verify=tls or True,
+        )
 
     def _read(
         self,
@@ -166,10 +188,11 @@ class HttpScoringClient(_Client):
     """For ordinary code. Safe to use from several threads; close it, or use it in a `with` block.
 
     Args:
-        base_url: of the service, such as "http://127.0.0.1:8000".
+        base_url: of the service, such as "http://127.0.0.1:8000". A token may stand in it, "https://any:TOKEN@host".
         token: sent as a bearer token; None sends none.
         timeout_s: seconds for a whole call, retries included, where the call names none.
         binary: safetensors both ways; False speaks JSON, which costs a hundred times the time.
+        tls: whom to trust over https; None trusts the public authorities that certifi lists.
 
     The environment has no say (httpx's `trust_env` is off): no proxy and no `.netrc` comes between a caller and the
     URL given.
@@ -308,9 +331,20 @@ class HttpScoringClient(_Client):
                 time.sleep(step.seconds)
                 continue
             try:
-                reply = self._http.request(**vars(step))
+                reply = self._exchange(step)
             except httpx.RequestError as error:
                 reply = error
+
+    def _exchange(self, step: _Send) -> httpx.Response:
+        """The response, whole. httpx bounds every piece of an exchange; all of it together is bounded here."""
+        end = time.monotonic() + step.timeout.read
+        request = self._http.build_request(**vars(step))
+        if step.content is not None:
+            request.stream = _InTime(_cut(step.content), end, httpx.WriteTimeout)
+        with contextlib.closing(self._http.send(request, stream=True)) as response:
+            response.stream = _InTime(response.stream, end, httpx.ReadTimeout)
+            response.read()
+        return response
 
 
 class AsyncHttpScoringClient(_Client):
@@ -426,10 +460,38 @@ class AsyncHttpScoringClient(_Client):
             if isinstance(step, _Wait):
                 await asyncio.sleep(step.seconds)
                 continue
+            request = self._http.build_request(**vars(step))
             try:
-                reply = await self._http.request(**vars(step))
+                async with asyncio.timeout(step.timeout.read):
+                    reply = await self._http.send(request)
             except httpx.RequestError as error:
                 reply = error
+            except TimeoutError:
+                reply = httpx.ReadTimeout(_SLOW, request=request)
+
+
+_SLOW = "the exchange took too long as a whole"
+
+
+class _InTime(httpx.SyncByteStream):
+    """A body in pieces, given up with `error` when they go on beyond `end`."""
+
+    def __init__(self, pieces: Iterable[bytes], end: float, error: type[httpx.TimeoutException]) -> None:
+        self._pieces, self._end, self._error = pieces, end, error
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._pieces:
+            if time.monotonic() > self._end:
+                raise self._error(_SLOW)
+            yield piece
+
+    def close(self) -> None:
+        if isinstance(self._pieces, httpx.SyncByteStream):
+            self._pieces.close()
+
+
+def _cut(content: bytes) -> Iterator[bytes]:
+    return (content[at : at + _UPLOAD_PIECE] for at in range(0, len(content), _UPLOAD_PIECE))
 
 
 def _read(
@@ -454,8 +516,9 @@ def _read(
         return _Send("POST", f"/v1/{kind}-reads", content, headers, _timeout(left))
 
     response = yield from _attempts(request, options.timeout_s)
-    if response.headers.get("content-type") != form:
-        raise WrongEngineAnswer(f"came as {response.headers.get('content-type')!r}; {form!r} was asked for")
+    given = response.headers.get("content-type", "")
+    if given.split(";")[0].strip() != form:  # a proxy may add a charset
+        raise WrongEngineAnswer(f"came as {given!r}; {form!r} was asked for")
     if binary:
         scores = wire.decode_scores(kind, response.content)
     else:
@@ -532,9 +595,19 @@ def _error_of(response: httpx.Response) -> ScoringError:
         text = " ".join(response.text.split())[:200]
         kind = _BY_STATUS.get(response.status_code, ScoringError)
         error = kind(f"{response.request.url} answered {response.status_code}: {text}")
-    seconds = error.details.get("retry_after_s", response.headers.get("retry-after"))
-    try:
-        error.details["retry_after_s"] = max(0.0, float(seconds))
-    except (TypeError, ValueError):  # none given, or a date
-        error.details.pop("retry_after_s", None)
+    given = error.details.pop("retry_after_s", response.headers.get("retry-after"))
+    if (seconds := _seconds(given)) is not None:
+        error.details["retry_after_s"] = max(0.0, seconds)
     return error
+
+
+def _seconds(retry_after: Any) -> float | None:
+    """How long a Retry-After asks to wait: it is a number of seconds or a date. None where it is neither."""
+    try:
+        return float(retry_after)
+    except (TypeError, ValueError):
+        pass
+    try:
+        return (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds()
+    except (TypeError, ValueError):
+        return None

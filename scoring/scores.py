@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -147,6 +147,15 @@ class _Scores:
         if self.errors:
             raise self.errors[min(self.errors)]
         return self
+
+    def with_failed(self, failed: Mapping[int, ScoringError]):
+        """These answers, with reads that were not asked put in their places: `failed` by place in the whole."""
+        if not failed:
+            return self
+        count = len(self) + len(failed)
+        asked = np.array([i for i in range(count) if i not in failed], dtype=np.int64)  # int64 [len(self)]
+        parts = [(np.array([i]), self.failed(error, 1), np.array([0])) for i, error in failed.items()]
+        return self.assemble(count, [(asked, self, np.arange(len(self))), *parts])
 
     def split(self, sizes: Sequence[int]) -> list:
         """Consecutive pieces of `sizes` reads each (micro-batches, the callers of a joint call).

@@ -92,8 +92,8 @@ def decode_batch(kind: Kind, data: bytes) -> tuple[MatrixBatch | LabelBatch, Rea
     Raises:
         InvalidRead: `data` is not a whole, well-formed request of this kind and schema version.
     """
-    tensors, metadata = _load(
-        data, f"{kind}-reads", BATCH[kind], ("teachers", "options"), MAX_BATCH_HEADER, InvalidRead
+    tensors, metadata = load_arrays(
+        data, f"{kind}-reads", array_names(BATCH[kind]), ("teachers", "options"), MAX_BATCH_HEADER, InvalidRead
     )
     options, teachers = metadata["options"], metadata["teachers"]
     if not isinstance(options, dict) or not set(options) <= set(_OPTIONS):
@@ -127,19 +127,17 @@ def decode_scores(kind: Kind, data: bytes) -> MatrixScores | LabelScores:
     Raises:
         WrongEngineAnswer: `data` is not a whole, consistent answer of this kind and schema version, or holds a NaN.
     """
-    tensors, metadata = _load(
-        data, f"{kind}-scores", SCORES[kind], ("metas", "errors"), MAX_SCORES_HEADER, WrongEngineAnswer
+    tensors, metadata = load_arrays(
+        data, f"{kind}-scores", array_names(SCORES[kind]), ("metas", "errors"), MAX_SCORES_HEADER, WrongEngineAnswer
     )
-    metas, errors = metadata["metas"], metadata["errors"]
-    if not isinstance(metas, list) or not isinstance(errors, dict):
-        raise WrongEngineAnswer("metas is a list and errors an object; the answer has something else")
+    metas, errors = metas_from_json(metadata["metas"]), metadata["errors"]
+    if not isinstance(errors, dict):
+        raise WrongEngineAnswer("errors is an object; the answer has something else")
     try:
         by_read = {int(i): error_from_json(error) for i, error in errors.items()}
     except ValueError:
         raise WrongEngineAnswer("errors are named by the index of their read", field="errors") from None
-    for meta in metas:
-        _check_meta(meta)
-    scores = SCORES[kind](**tensors, metas=tuple(ReadMeta(**meta) for meta in metas), errors=by_read)
+    scores = SCORES[kind](**tensors, metas=metas, errors=by_read)
     _check_scores(scores)
     return scores
 
@@ -319,6 +317,19 @@ def check_answer(batch: MatrixBatch | LabelBatch, scores: MatrixScores | LabelSc
         )
 
 
+def metas_from_json(metas: Any) -> tuple[ReadMeta, ...]:
+    """The metas of an answer from their JSON form, a list of `ReadMeta.to_dict`.
+
+    Raises:
+        WrongEngineAnswer: it is something else.
+    """
+    if not isinstance(metas, list):
+        raise WrongEngineAnswer("is no list", field="metas")
+    for meta in metas:
+        _check_meta(meta)
+    return tuple(ReadMeta(**meta) for meta in metas)
+
+
 def kind_of(value: MatrixBatch | LabelBatch | MatrixScores | LabelScores) -> Kind:
     return "matrix" if isinstance(value, MatrixBatch | MatrixScores) else "label"
 
@@ -357,21 +368,24 @@ _DTYPES = {"U8": "<u1", "I32": "<i4", "I64": "<i8", "F32": "<f4"}
 
 def _save(content: Any, form: str, **metadata: Any) -> bytes:
     strings = {name: json.dumps(value, allow_nan=False) for name, value in metadata.items()}
-    arrays = {name: getattr(content, name) for name in _array_names(type(content))}
+    arrays = {name: getattr(content, name) for name in array_names(type(content))}
     return save(arrays, {"form": form, "schema_version": str(SCHEMA_VERSION), **strings})
 
 
-def _load(
-    data: bytes,
+def load_arrays(
+    data: Any,
     form: str,
-    cls: type,
+    due: tuple[str, ...],
     names: tuple[str, ...],
     header_limit: int,
     error: type[ScoringError],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays of `cls` as views of `data`, and the metadata `names` as values.
+    """The arrays `due` as views of `data`, bytes or mapped, and the metadata `names` as values.
 
     Everything the header says is held against the length of `data` before an array is made.
+
+    Raises:
+        error: `data` is anything but safetensors with exactly these, of this form and schema version.
     """
     view = memoryview(data)
     if len(view) < 8:
@@ -390,7 +404,7 @@ def _load(
         raise error(f'the body holds "{metadata.get("form")}"; "{form}" is due here')
     _check_version(metadata.get("schema_version"), error)
     _check_names("metadata", set(metadata), {"form", "schema_version", *names}, error)
-    _check_names("arrays", set(header), set(_array_names(cls)), error)
+    _check_names("arrays", set(header), set(due), error)
     arrays, end = {}, 0
     for name, begin, stop, dtype in sorted(_entries(header, error), key=lambda entry: entry[1:3]):
         if begin != end or stop > len(body):
@@ -433,7 +447,8 @@ def _naturals(value: Any, count: int) -> bool:
     return min(value, default=0) >= 0 and max(value, default=0) < 2**62
 
 
-def _array_names(cls: type) -> tuple[str, ...]:
+def array_names(cls: type) -> tuple[str, ...]:
+    """The names of the arrays in which a batch, or an answer, travels."""
     return tuple(f.name for f in fields(cls) if f.name not in ("teachers", "metas", "errors"))
 
 

@@ -10,6 +10,7 @@ from scoring.errors import UnknownTeacher
 from scoring.limits import BatchLimits, TeacherLimits
 
 NEXT_TOKEN = 77
+CHECKPOINT = "0123456789abcdef"
 BATCH_LIMITS = BatchLimits(10_000, 1_000_000, 64 << 20, 64 << 20)
 LIMITS = TeacherLimits(vocabulary=2048, tokenizer_size=2000, max_length=512, max_candidates=64)
 
@@ -53,9 +54,18 @@ class StandInRouter:
         return {
             "teacher": name,
             "model": f"checkpoints/{name}",
-            "vocabulary": 2048,
-            "max_length": 512,
+            "vocabulary": LIMITS.vocabulary,
+            "tokenizer_size": LIMITS.tokenizer_size,
+            "max_length": LIMITS.max_length,
+            "max_candidates": LIMITS.max_candidates,
+            "dtype": "float32",
+            "head_dtype": "float32",
+            "scores": "logprobs",
             "engine": "vllm 0.32.0",
+            "tensor_parallel_size": 1,
+            "checkpoint": CHECKPOINT,
+            "tokenizer": None,
+            "weight_version": 0,
             "replicas": 2,
             "default": name == "default",
         }
@@ -125,9 +135,7 @@ def _label_scores(read) -> LabelScores:
 
 
 def _columns(read, prompt_tokens: int) -> dict:
-    meta = ReadMeta(
-        read.teacher or "default", 0, "0123456789abcdef", "vllm 0.32.0", "float32", "float32", "logprobs", 1
-    )
+    meta = ReadMeta(read.teacher or "default", 0, CHECKPOINT, "vllm 0.32.0", "float32", "float32", "logprobs", 1)
     return {
         "prompt_tokens": np.array([prompt_tokens], np.int32),
         "cached_tokens": np.zeros(1, np.int32),
