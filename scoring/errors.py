@@ -149,3 +149,6 @@ _BY_NAME = {
         RefusedSettings,
     )
 }
+
+OF_THE_SERVICE = (Overloaded, TeacherUnavailable, DeadlineExceeded)
+"""These speak of the service, not of the read: at another time the same read may be answered."""

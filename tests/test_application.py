@@ -26,7 +26,7 @@ from deployments.actor import NAMESPACE
 from deployments.client import AsyncScoringClient, ScoringClient
 from deployments.pinning import pinned
 from deployments.router import APP_NAME
-from scoring import LabelRead, MatrixBatch, MatrixRead
+from scoring import LabelRead, MatrixBatch, MatrixRead, score_file
 from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, UnknownTeacher, VersionMismatch
 from scoring.http_client import HttpScoringClient
 from scoring.wire import encode_batch
@@ -474,6 +474,68 @@ def test_a_12_way_fan_out_inside_one_serve_request_completes(application):
         assert len(targets) == 12 and reached == list(targets)
     finally:
         serve.delete("fan-out")
+
+
+def test_a_file_is_scored_from_the_command_line_as_hugging_face_does(application, tiny_model, tmp_path):
+    reads = make_reads(40, seed=11)
+    names = ("prompt_ids", "response_ids", "candidate_ids")
+    rows = [{name: getattr(read, name).tolist() for name in names} for read in reads]
+    rows.insert(7, {"prompt_ids": [1], "response_ids": [VOCABULARY]})
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "-m", "scoring.cli", "score", "in.jsonl", "-o", "out.safetensors"]
+    run = subprocess.run([*command, "--url", application.url], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and "in.jsonl:8: response_ids[0]: is 2048" in run.stderr
+    scores = score_file.load(tmp_path / "out.safetensors").scores
+    answers = [score for i, score in enumerate(scores) if i != 7]
+    for read, score in zip(reads, answers, strict=True):
+        logprobs, own = expected(tiny_model, read)
+        assert np.abs(score.logprobs - logprobs).max() <= LIMIT
+        assert np.abs(score.response_logprobs - own).max() <= LIMIT
+    mean = np.concatenate([expected(tiny_model, read)[1] for read in reads]).mean()
+    assert float(re.search(r"mean logprob +(\S+)", run.stdout)[1]) == pytest.approx(mean, abs=1e-3)
+
+
+def test_the_command_line_checks_the_service(application):
+    command = [sys.executable, "-m", "scoring.cli", "check", application.url]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and re.search(r"one read +\d+ ms for 2 tokens, logprob -\d", run.stdout)
+    assert re.search(r"one call +max_batch_reads 65,536, ", run.stdout)
+
+
+def test_the_pipeline_of_the_page_on_bulk_scoring_scores_as_hugging_face_does(application, tiny_model, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    reads = make_reads(60, seed=12)
+    names = ("prompt_ids", "response_ids", "candidate_ids")
+    rows = [{"own": i, **{name: getattr(read, name).tolist() for name in names}} for i, read in enumerate(reads)]
+    rows[9]["response_ids"] = [VOCABULARY] * len(rows[9]["response_ids"])
+    rows[10]["prompt_ids"] = []
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        pq.write_table(
+            pa.Table.from_pylist(rows[number * 20 : number * 20 + 20]), tmp_path / "in" / f"{number}.parquet"
+        )
+    page = (Path(__file__).parent.parent / "docs" / "bulk.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    code = code.replace('"/data', f'"{tmp_path}').replace("batch_size=256", "batch_size=16")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    found = {row["own"]: row for row in pq.read_table(tmp_path / "out").to_pylist()}
+    assert sorted(found) == list(range(60))
+    assert "is 2048" in found[9]["error"] and "prompt_ids: is empty" in found[10]["error"]
+    for i, read in enumerate(reads):
+        if i in (9, 10):
+            assert found[i]["response_logprobs"] is found[i]["entropy"] is None
+            continue
+        everything = hf_logprobs(tiny_model, [*read.prompt_ids.tolist(), *read.response_ids.tolist()]).double().numpy()
+        everything = everything[len(read.prompt_ids) - 1 : -1]
+        logprobs, own = expected(tiny_model, read)
+        assert np.abs(np.array(found[i]["logprobs"]) - logprobs).max() <= LIMIT
+        assert np.abs(np.array(found[i]["response_logprobs"]) - own).max() <= LIMIT
+        assert np.abs(found[i]["entropy"] + (np.exp(everything) * everything).sum(axis=1)).max() <= LIMIT
+        best = -np.sort(-everything, axis=1)[:, :4]
+        assert np.abs(np.array(found[i]["top_logprobs"]) - best).max() <= LIMIT
+        assert found[i]["error"] is None and found[i]["ids"] == read.response_ids.tolist()
+    assert len({row["checkpoint"] for row in found.values() if row["checkpoint"]}) == 1
 
 
 def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(client, http, application):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -173,23 +174,15 @@ def test_a_tokenizer_that_is_not_the_teachers_is_said(run, router, tokenizer, mo
     assert code == 0 and f"is not the file of the teacher's ({'f' * 16})" in said
 
 
-def readme_code(first_line):
-    return next(
-        code for code in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE) if first_line in code
-    )
-
-
-def test_the_two_lines_of_the_readme_read_the_output(run):
+@pytest.mark.parametrize("options", [[], ["--top-k", 2, "--extras", "tail"]])
+def test_the_lines_of_the_readme_read_the_output(run, options):
     rows = own_rows(10)
     write_rows(rows)
-    run("score", "in.jsonl", "-o", "out.safetensors", "--top-k", 2)
-    for first, name in (("score_file", "score"), ("load_file", "own")):
-        code = readme_code(f'{first}.load("out.safetensors")' if first == "score_file" else "load_file(")
-        assert len(code.strip().split("\n")) <= 4
-        names: dict = {}
-        exec(code, names)
-        found = names[name]
-        assert (found.response_logprobs if name == "score" else found).tolist() == due(rows[0])
+    run("score", "in.jsonl", "-o", "out.safetensors", *options)
+    ours, plain = re.findall(r"^```py\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    names: dict = {}
+    exec(ours + plain, names)
+    assert names["score"].response_logprobs.tolist() == names["own"].tolist() == due(rows[0])
 
 
 def test_parquet_in_and_out(run):
@@ -590,6 +583,11 @@ def test_help_has_exit_codes_and_examples(command, capsys):
     said = capsys.readouterr().out
     assert ended.value.code == 0 and "exit codes:" in said
     assert ("teacher-scoring score in.jsonl -o out.safetensors" in said) == (command != ["check"])
+
+
+def test_the_command_is_installed_under_its_name():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"teacher-scoring": f"{cli.__name__}:main"}
 
 
 def test_the_command_needs_no_ray_torch_or_vllm(run, shared):

@@ -15,14 +15,12 @@ from scoring.cli.display import Display
 from scoring.cli.finished import FinishedPieces
 from scoring.cli.pieces import Piece
 from scoring.columns import widths_of
-from scoring.errors import DeadlineExceeded, InvalidRead, Overloaded, ScoringError, TeacherUnavailable
+from scoring.errors import OF_THE_SERVICE, InvalidRead, ScoringError
 from scoring.http_client import AsyncHttpScoringClient
 from scoring.scores import LabelScores, MatrixScores, ReadMeta
 
 # What an answer says of its source, and `teachers()` of a teacher: scores compare only where these agree.
 SOURCE = ("checkpoint", "weight_version", "engine", "dtype", "head_dtype", "scores", "tensor_parallel_size")
-# These speak of the service, not of the read: the run ends, and goes on another time.
-_OF_THE_SERVICE = (Overloaded, TeacherUnavailable, DeadlineExceeded)
 
 
 class TeacherChanged(ScoringError):
@@ -142,7 +140,7 @@ async def _answer(kind: wire.Kind, piece: Piece, client: AsyncHttpScoringClient)
             raise
         scores = wire.SCORES[kind].failed(error, 1)
     for error in scores.errors.values():
-        if isinstance(error, _OF_THE_SERVICE):
+        if isinstance(error, OF_THE_SERVICE):
             raise error
     return scores
 

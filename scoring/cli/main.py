@@ -19,12 +19,12 @@ from scoring.cli.ending import FINE, INTERRUPTED, SERVICE_FAILED, SOME_FAILED, T
 from scoring.cli.finished import FinishedPieces
 from scoring.cli.job import Totals, ask_pieces, source_of, totals_of
 from scoring.cli.pieces import Piece, cut
-from scoring.cli.reads import LabelReads, MatrixReads, one_token_each
 from scoring.cli.rows import open_rows
 from scoring.errors import InvalidRead, NoTokenizer, ScoringError, TeacherUnavailable
 from scoring.http_client import AsyncHttpScoringClient, HttpScoringClient
 from scoring.limits import TeacherLimits
 from scoring.reads import EXTRAS
+from scoring.row_reads import LabelReads, MatrixReads, one_token_each
 from scoring.tokenizer import Tokenizer
 
 _FIRST_ANSWER_S = 30.0  # a service that says nothing for so long is given up before anything is asked

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from scoring import score_file
-from scoring.batches import bounds_of
 from scoring.cli.ending import WrongInput
 from scoring.cli.rows import Row
 from scoring.columns import ENTROPY, TAIL
-from scoring.score_file import ScoreFile
-from scoring.scores import META_COLUMNS, LabelScores, MatrixScores
+from scoring.scores import LabelScores, MatrixScores
 
 try:
     import pyarrow as pa
     from pyarrow import parquet as pq
+
+    from scoring import arrow
 except ImportError:
     raise WrongInput("Parquet needs pyarrow: pip install 'teacher-scoring[bulk]'") from None
 
 _ROWS_AT_ONCE = 64
 _BUFFER = 1 << 20
 _GROUP_BYTES = 32 << 20  # of a row group of the output, about
-_FLOATS = ("response_logprobs", "logprobs", "top_logprobs", "tail_logprob", "entropy")
-_DTYPES = dict.fromkeys(_FLOATS, np.float32) | {"rows": np.int64, "top_ids": np.int32}
 
 
 class ParquetRows:
@@ -56,27 +52,23 @@ class ParquetRows:
 
 
 def write(path: Path, pieces: Callable[[], Iterable[Path]], about: Mapping[str, Any]) -> None:
-    """Write the scores of files of `score_file` as one Parquet file, a row a read, with memory for some of them.
-
-    Columns, as in `MatrixScore`: `response_logprobs`, `rows`, and what was asked for of `logprobs`, `top_ids`,
-    `top_logprobs`, `tail_logprob` and `entropy`; of label reads `logprobs`. Besides `ids` (of the tokens, or labels,
-    that were scored), what `meta` says of the read alone, and `error`: the text of it where a read failed, and has
-    nothing else. The rest of `meta` is in the file's metadata.
+    """Write the scores of files of `score_file` as one Parquet file, with memory for some of them at a time: the
+    columns of `scoring.arrow`; where all of it comes from is in the file's metadata, as JSON.
 
     Args:
         pieces: gives the files, at least one; called twice.
     """
     metas: dict[str, None] = {}
-    names: dict[str, None] = {}
+    columns: dict[str, None] = {}
     for piece in map(score_file.load, pieces()):
         metas |= dict.fromkeys(json.dumps(meta.to_dict()) for meta in piece.scores.metas)
-        names |= dict.fromkeys(_answered(piece.scores))
+        columns |= dict.fromkeys(_columns(piece.scores))
     metadata = {"metas": f"[{', '.join(metas)}]", "about": json.dumps(about)}
     partial = Path(f"{path}.partial")
     writer, held, size = None, [], 0
     try:
         for piece in map(score_file.load, pieces()):
-            table = _table(piece, list(names))
+            table = arrow.table(piece.scores, piece.ids, list(columns))
             writer = writer or pq.ParquetWriter(partial, table.schema.with_metadata(metadata))
             held, size = [*held, table], size + table.nbytes
             if size >= _GROUP_BYTES:
@@ -90,50 +82,8 @@ def write(path: Path, pieces: Callable[[], Iterable[Path]], about: Mapping[str, 
     partial.replace(path)
 
 
-def _answered(scores: MatrixScores | LabelScores) -> list[str]:
-    """The columns that the answers of a piece need."""
+def _columns(scores: MatrixScores | LabelScores) -> tuple[str, ...]:
     if isinstance(scores, LabelScores):
-        return ["logprobs"]
-    asked = {
-        "response_logprobs": True,
-        "rows": True,
-        "logprobs": scores.widths.any(),
-        "top_ids": scores.top_k.any(),
-        "top_logprobs": scores.top_k.any(),
-        "tail_logprob": (scores.extras & TAIL).any(),
-        "entropy": (scores.extras & ENTROPY).any(),
-    }
-    return [name for name, there in asked.items() if there]
-
-
-def _table(piece: ScoreFile, names: Sequence[str]) -> pa.Table:
-    scores = piece.scores
-    failed = [i in scores.errors for i in range(len(scores))]
-    answers = [None if wrong else scores[i] for i, wrong in enumerate(failed)]
-    bounds = scores.offsets if isinstance(scores, LabelScores) else scores.row_offsets
-    columns: dict[str, Any] = {}
-    for name in names:
-        deep = name in ("top_ids", "top_logprobs") or (name == "logprobs" and isinstance(scores, MatrixScores))
-        columns[name] = _lists([answer and getattr(answer, name) for answer in answers], _DTYPES[name], deep)
-    ids = [None if wrong else piece.ids[bounds[i] : bounds[i + 1]] for i, wrong in enumerate(failed)]
-    columns["ids"] = _lists(ids, np.int32, deep=False)
-    for name in META_COLUMNS:
-        columns[name] = pa.array(getattr(scores, name), mask=np.array(failed, bool))
-    columns["error"] = pa.array(
-        [str(scores.errors[i].at(None)) if wrong else None for i, wrong in enumerate(failed)], pa.string()
-    )
-    return pa.table(columns)
-
-
-def _lists(parts: Sequence[np.ndarray | None], dtype: Any, deep: bool) -> pa.ListArray:
-    """A list a part, null for None; of parts with two dimensions (`deep`) a list of lists."""
-    there = [part for part in parts if part is not None]
-    values = pa.array(np.concatenate([np.zeros(0, dtype), *(part.reshape(-1) for part in there)]).astype(dtype))
-    if deep:
-        values = pa.ListArray.from_arrays(_bounds([part.shape[1] for part in there for _ in part]), values)
-    missing = pa.array([part is None for part in parts], pa.bool_())
-    return pa.ListArray.from_arrays(_bounds([0 if part is None else len(part) for part in parts]), values, mask=missing)
-
-
-def _bounds(lengths: Sequence[int]) -> pa.Array:
-    return pa.array(bounds_of(lengths), pa.int32())
+        return arrow.LABEL_COLUMNS
+    extras = [name for name, bit in (("tail", TAIL), ("entropy", ENTROPY)) if (scores.extras & bit).any()]
+    return arrow.matrix_columns(bool(scores.widths.any()), bool(scores.top_k.any()), extras)

@@ -13,10 +13,10 @@ import numpy as np
 from scoring import wire
 from scoring.batches import LabelBatch, MatrixBatch
 from scoring.cli.ending import WrongInput
-from scoring.cli.reads import LabelReads, MatrixReads
 from scoring.cli.rows import Row
 from scoring.errors import InvalidRead
 from scoring.reads import LabelRead, MatrixRead
+from scoring.row_reads import LabelReads, MatrixReads
 
 # A piece is closed by the read that reaches one of these.
 _READS = 512

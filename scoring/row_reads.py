@@ -1,4 +1,4 @@
-"""From a row to a read: ids as they are, text through a tokenizer."""
+"""From a row of a file or a dataset to a read: ids as they are, text through a tokenizer."""
 
 from __future__ import annotations
 
