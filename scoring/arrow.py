@@ -15,28 +15,18 @@ import numpy as np
 import pyarrow as pa
 
 from scoring.batches import bounds_of
+from scoring.reads import EXTRAS
 from scoring.scores import META_COLUMNS, LabelScores, MatrixScores
 
-_DTYPES = {
-    "response_logprobs": np.float32,
-    "rows": np.int64,
-    "logprobs": np.float32,
-    "top_ids": np.int32,
-    "top_logprobs": np.float32,
-    "tail_logprob": np.float32,
-    "entropy": np.float32,
-}
 LABEL_COLUMNS = ("logprobs",)
+_EXTRAS = {"tail": "tail_logprob"}  # whose columns have other names
+_INTEGERS = {"rows": np.int64, "top_ids": np.int32, "rank": np.int32}  # all else is float32
 
 
 def matrix_columns(candidates: bool, top_k: bool, extras: Collection[str]) -> tuple[str, ...]:
     """The columns of scores that answers to matrix reads need, by what was asked."""
-    asked = {
-        "logprobs": candidates,
-        "top_ids": top_k,
-        "top_logprobs": top_k,
-        "tail_logprob": "tail" in extras,
-        "entropy": "entropy" in extras,
+    asked = {"logprobs": candidates, "top_ids": top_k, "top_logprobs": top_k} | {
+        _EXTRAS.get(name, name): name in extras for name in EXTRAS
     }
     return ("response_logprobs", "rows", *(name for name, there in asked.items() if there))
 
@@ -55,11 +45,11 @@ def table(scores: MatrixScores | LabelScores, ids: np.ndarray, columns: Sequence
     made: dict[str, pa.Array] = {}
     for name in columns:
         deep = matrix and name in ("logprobs", "top_ids", "top_logprobs")
-        # What was not asked of this read (its neighbours have more) is empty.
-        empty = np.zeros((0, 0) if deep else 0, _DTYPES[name])
+        dtype = _INTEGERS.get(name, np.float32)
+        empty = np.zeros((0, 0) if deep else 0, dtype)  # what was not asked of a read, where its neighbours have it
         parts = [answer and getattr(answer, name) for answer in answers]
         parts = [empty if part is None and answer else part for part, answer in zip(parts, answers, strict=True)]
-        made[name] = _lists(parts, _DTYPES[name], deep)
+        made[name] = _lists(parts, dtype, deep)
     pieces = [None if wrong else ids[bounds[i] : bounds[i + 1]] for i, wrong in enumerate(failed)]
     made["ids"] = _lists(pieces, np.int32, deep=False)
     for name in META_COLUMNS:

@@ -516,7 +516,9 @@ def test_the_pipeline_of_the_page_on_bulk_scoring_scores_as_hugging_face_does(ap
         )
     page = (Path(__file__).parent.parent / "docs" / "bulk.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    code = code.replace('"/data', f'"{tmp_path}').replace("batch_size=256", "batch_size=16")
+    code = code.replace('"/data', f'"{tmp_path}').replace(
+        "concurrency=4, batch_size=256", "concurrency=1, batch_size=16"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     found = {row["own"]: row for row in pq.read_table(tmp_path / "out").to_pylist()}

@@ -151,53 +151,65 @@ def test_bytes_that_come_or_go_slowly_do_not_outlast_the_deadline(read_labels, a
         assert time.monotonic() - started < 10  # a minute and more without a look at the clock
 
 
-def refusing_once(status, headers, body=b"<html>no</html>"):
-    """An ASGI application that refuses the first request, and answers 404 from then on; and when it was asked."""
-    asked = []
+class Refusing:
+    """An ASGI application that refuses the first request with `status`, and answers 404 from then on."""
 
-    async def app(scope, receive, send):
-        asked.append(time.time())
-        first = len(asked) == 1
-        await send(
-            {"type": "http.response.start", "status": status if first else 404, "headers": headers if first else []}
-        )
-        await send({"type": "http.response.body", "body": body})
+    def refuse(self, status, retry_after=None):
+        self.status, self.asked = status, []
+        self.headers = [] if retry_after is None else [(b"retry-after", retry_after)]
 
-    return app, asked
+    async def __call__(self, scope, receive, send):
+        self.asked.append(time.time())
+        first = len(self.asked) == 1
+        headers = self.headers if first else []
+        await send({"type": "http.response.start", "status": self.status if first else 404, "headers": headers})
+        await send({"type": "http.response.body", "body": b"<html>no</html>"})
 
 
-def test_a_retry_after_that_is_a_date_is_heeded(read_labels):
+@pytest.fixture(scope="module")
+def proxy():
+    """A proxy that never lets anyone through, and its address."""
+    app = Refusing()
+    with served(app) as url:
+        yield app, url
+
+
+def test_a_retry_after_that_is_a_date_is_heeded(proxy):
+    app, url = proxy
     date = email.utils.formatdate(time.time() + 1.5, usegmt=True)  # whole seconds
-    app, asked = refusing_once(503, [(b"retry-after", date.encode())])
-    with served(app) as url, pytest.raises(ScoringError, match="404"):
-        read_labels(url, LABELS[:1])
-    assert len(asked) == 2
-    assert asked[1] >= email.utils.parsedate_to_datetime(date).timestamp()
+    app.refuse(503, date.encode())
+    with HttpScoringClient(url) as client, pytest.raises(ScoringError, match="404"):
+        client.read_labels(LABELS[:1])
+    assert len(app.asked) == 2
+    assert app.asked[1] >= email.utils.parsedate_to_datetime(date).timestamp()
 
 
 @pytest.mark.parametrize("said", [b"never", b"", b"nan", b"-5", b"Thu, 01 Jan 1970 00:00:00 GMT"])
-def test_a_retry_after_that_says_nothing_is_passed_over(read_labels, said):
-    app, asked = refusing_once(503, [(b"retry-after", said)])
-    with served(app) as url, pytest.raises(ScoringError, match="404"):
-        read_labels(url, LABELS[:1], timeout_s=5)
-    assert len(asked) == 2 and asked[1] - asked[0] < 3
+def test_a_retry_after_that_says_nothing_is_passed_over(proxy, said):
+    app, url = proxy
+    app.refuse(503, said)
+    with HttpScoringClient(url) as client, pytest.raises(ScoringError, match="404"):
+        client.read_labels(LABELS[:1], timeout_s=5)
+    assert len(app.asked) == 2 and app.asked[1] - app.asked[0] < 3
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 413, 422, 501])
-def test_a_refusal_that_another_attempt_cannot_change_is_asked_once(read_labels, status):
-    app, asked = refusing_once(status, [])
+def test_a_refusal_that_another_attempt_cannot_change_is_asked_once(read_labels, proxy, status):
+    app, url = proxy
+    app.refuse(status)
     error = BatchTooLarge if status == 413 else ScoringError
-    with served(app) as url, pytest.raises(error, match=f"answered {status}: <html>no</html>"):
+    with pytest.raises(error, match=f"answered {status}: <html>no</html>"):
         read_labels(url, LABELS[:1])
-    assert len(asked) == 1
+    assert len(app.asked) == 1
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_a_refusal_of_a_proxy_that_may_pass_is_tried_again(read_labels, status):
-    app, asked = refusing_once(status, [])
-    with served(app) as url, pytest.raises(ScoringError, match="answered 404"):
+def test_a_refusal_of_a_proxy_that_may_pass_is_tried_again(read_labels, proxy, status):
+    app, url = proxy
+    app.refuse(status)
+    with pytest.raises(ScoringError, match="answered 404"):
         read_labels(url, LABELS[:1])
-    assert len(asked) == 2
+    assert len(app.asked) == 2
 
 
 def test_pauses_double_and_are_never_the_same_for_two_clients():

@@ -10,7 +10,7 @@ import httpx
 from scoring import MatrixRead
 from scoring.cli.connection import Connection
 from scoring.cli.ending import FINE, SERVICE_FAILED
-from scoring.errors import ScoringError
+from scoring.errors import ScoringError, TeacherUnavailable
 from scoring.http_client import HttpScoringClient
 
 _TIMEOUT_S = 10.0
@@ -23,31 +23,37 @@ def check(connection: Connection) -> int:
         ScoringError: it cannot be reached, or does not say what it serves.
     """
     with connection.client(HttpScoringClient, timeout_s=_TIMEOUT_S) as client:
-        teachers = client.teachers()  # the first, since its errors say the most
-        headers = {} if connection.token is None else {"authorization": f"Bearer {connection.token}"}
-        with httpx.Client(
-            base_url=connection.url,
-            headers=headers,
-            timeout=_TIMEOUT_S,
-            trust_env=False,
-            verify=connection.tls or True,
-        ) as http:
-            fine = all([_say_route(http, route) for route in ("/health", "/ready")])
-            limits = http.get("/v1/teachers").json().get("limits", {})
-        _say("one call", ", ".join(f"{name} {value:,}" for name, value in limits.items()))
+        teachers = client.teachers()  # first, since its errors say the most
+        fine = all([_say_route(connection, route) for route in ("/health", "/ready")])
+        _, known = _get(connection, "/v1/teachers")
+        _say("one call", ", ".join(f"{name} {value:,}" for name, value in known.get("limits", {}).items()))
         for name, teacher in teachers.items():
             fine &= _say_teacher(client, name, teacher)
     return FINE if fine else SERVICE_FAILED
 
 
-def _say_route(http: httpx.Client, route: str) -> bool:
+def _get(connection: Connection, route: str) -> tuple[int, dict[str, Any]]:
+    """Status and document that a route answers with.
+
+    Raises:
+        TeacherUnavailable: it answers with something else, or not in time.
+    """
+    headers = {} if connection.token is None else {"authorization": f"Bearer {connection.token}"}
+    url = httpx.URL(connection.url).join(route)
+    try:
+        response = httpx.get(url, headers=headers, timeout=_TIMEOUT_S, trust_env=False, verify=connection.tls or True)
+        return response.status_code, dict(response.json())
+    except (httpx.HTTPError, ValueError, TypeError) as error:
+        raise TeacherUnavailable(f"{route} did not answer as it should: {type(error).__name__}: {error}") from None
+
+
+def _say_route(connection: Connection, route: str) -> bool:
     began = time.monotonic()
-    response = http.get(route)
+    status, body = _get(connection, route)
     took = f"{(time.monotonic() - began) * 1e3:.0f} ms"
-    body = response.json()
-    what = body["status"] if response.status_code == 200 else body["error"]["message"]
-    _say(route, f"{response.status_code} {what} ({took})")
-    return response.status_code == 200
+    what = body["status"] if status == 200 else body.get("error", {}).get("message", "")
+    _say(route, f"{status} {what} ({took})")
+    return status == 200
 
 
 def _say_teacher(client: HttpScoringClient, name: str, teacher: dict[str, Any]) -> bool:

@@ -46,9 +46,9 @@ exit codes:
 """
 _RESUMING = """\
 A run that was killed goes on where it was when it is started again: what is finished lies in OUTPUT.pieces until the
-output is written, and no read of a finished piece is asked again; of the pieces under way (--concurrency, each about
-16,384 tokens) at most. Rows or options that have changed meanwhile are noticed, said, and scored anew; so is
-everything when the teacher's checkpoint has changed.
+output is written, and no read of a finished piece is asked again; those that were under way are, at most --concurrency
+pieces of about 16,384 tokens each. Rows or options that have changed meanwhile are noticed, said, and scored anew; so
+is everything when the teacher's checkpoint has changed.
 """
 _SCORE = """\
 Log-probabilities of response tokens, and of candidates, for every row of a file.
@@ -105,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     score = add("score", help="log-probabilities of response tokens and candidates", description=_SCORE)
     _add_file_arguments(score)
     score.add_argument("--top-k", type=int, default=0, metavar="N", help="the teacher's own N likeliest ids as well")
-    score.add_argument("--extras", nargs="+", default=(), choices=EXTRAS, help="log of the probability outside of the "
-                       "candidates; entropy")  # fmt: skip
+    score.add_argument("--extras", nargs="+", default=(), choices=EXTRAS, help="what else to say of each token: see "
+                       "the extras of MatrixRead")  # fmt: skip
     score.set_defaults(run=_score)
 
     labels = add("labels", help="log-probabilities of labels as the next token", description=_LABELS)

@@ -10,7 +10,7 @@ from typing import Any
 from scoring import score_file
 from scoring.cli.ending import WrongInput
 from scoring.cli.rows import Row
-from scoring.columns import ENTROPY, TAIL
+from scoring.reads import EXTRAS
 from scoring.scores import LabelScores, MatrixScores
 
 try:
@@ -85,5 +85,5 @@ def write(path: Path, pieces: Callable[[], Iterable[Path]], about: Mapping[str, 
 def _columns(scores: MatrixScores | LabelScores) -> tuple[str, ...]:
     if isinstance(scores, LabelScores):
         return arrow.LABEL_COLUMNS
-    extras = [name for name, bit in (("tail", TAIL), ("entropy", ENTROPY)) if (scores.extras & bit).any()]
+    extras = [name for place, name in enumerate(EXTRAS) if (scores.extras & 1 << place).any()]
     return arrow.matrix_columns(bool(scores.widths.any()), bool(scores.top_k.any()), extras)
