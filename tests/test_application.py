@@ -17,8 +17,10 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
 import ray
+from pyarrow import parquet as pq
 from ray import serve
 
 from deployments import membership
@@ -503,7 +505,6 @@ def test_the_command_line_checks_the_service(application):
 
 
 def test_the_pipeline_of_the_page_on_bulk_scoring_scores_as_hugging_face_does(application, tiny_model, tmp_path):
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     reads = make_reads(60, seed=12)
     names = ("prompt_ids", "response_ids", "candidate_ids")
     rows = [{"own": i, **{name: getattr(read, name).tolist() for name in names}} for i, read in enumerate(reads)]

@@ -368,8 +368,10 @@ def test_what_no_route_answers_has_the_same_form_of_error(api, method, path, sta
 # ---------------------------------------------------------------- the other routes
 
 
-def test_teachers(api):
-    teachers = api.get("/v1/teachers").json()["teachers"]
+def test_teachers_and_what_one_call_may_hold(api):
+    document = api.get("/v1/teachers").json()
+    assert document["limits"] == dataclasses.asdict(BATCH_LIMITS)
+    teachers = document["teachers"]
     assert teachers["math"]["replicas"] == 2
     assert [name for name, info in teachers.items() if info["default"]] == ["default"]
 
