@@ -520,8 +520,7 @@ def test_the_pipeline_of_the_page_on_bulk_scoring_scores_as_hugging_face_does(ap
     code = code.replace('"/data', f'"{tmp_path}').replace(
         "concurrency=4, batch_size=256", "concurrency=1, batch_size=16"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    exec(code, {})
     found = {row["own"]: row for row in pq.read_table(tmp_path / "out").to_pylist()}
     assert sorted(found) == list(range(60))
     assert "is 2048" in found[9]["error"] and "prompt_ids: is empty" in found[10]["error"]
