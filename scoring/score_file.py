@@ -163,14 +163,14 @@ def _write(path: str | Path, parts: Callable[[], Iterator[_Part]], about: Mappin
     partial = Path(f"{path}.partial")
     with partial.open("wb") as stream:
         stream.write(header)
-        body, end = {}, len(header)  # where each array's next entry goes
+        at, ends, end = {}, {}, len(header)  # where each array's next entry goes, and where it ends
         for name, dtype in _dtypes(kind).items():
-            body[name], end = end, end + sizes[name] * dtype.itemsize
+            at[name], ends[name] = end, (end := end + sizes[name] * dtype.itemsize)
 
         def put(name: str, array: np.ndarray) -> None:
-            stream.seek(body[name])
+            stream.seek(at[name])
             stream.write(np.ascontiguousarray(array).data)
-            body[name] = stream.tell()
+            at[name] = stream.tell()
 
         written = dict.fromkeys(sizes, 0)
         for arrays, of_part in parts():
@@ -188,6 +188,8 @@ def _write(path: str | Path, parts: Callable[[], Iterator[_Part]], about: Mappin
                 written[name] += len(array)
         for name, flat in offsets.items():
             put(name, np.array([written[flat]], np.int64))
+        if at != ends:
+            raise ScoringError(f"{path}: what it is joined from has changed meanwhile")
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(path)

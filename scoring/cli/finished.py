@@ -67,7 +67,7 @@ class FinishedPieces:
         return {name: count for name, count in counts.items() if count and name != self.folder.name}
 
     def state(self, piece: Piece) -> str:
-        """ "finished", "missing", or "changed": something else was finished in its place."""
+        """Whether it is "finished", "missing", or "changed": then something else was finished in its place."""
         path = self._path(piece.number)
         if not path.exists():
             return "missing"

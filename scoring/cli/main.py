@@ -260,6 +260,8 @@ def _teacher(connection: Connection, name: str | None) -> dict[str, Any]:
         raise WrongInput(f"--teacher {name}: is not served; the teachers are {', '.join(teachers)}")
     if not teachers[name]["replicas"]:
         raise TeacherUnavailable(f"no replica of teacher {name!r} answers")
+    if teachers[name]["checkpoint"] is None:
+        raise TeacherUnavailable(f"the service cannot read the adapter of teacher {name!r}")
     return teachers[name]
 
 

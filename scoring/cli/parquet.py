@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def write(path: Path, pieces: Callable[[], Iterable[Path]], about: Mapping[str, 
     finally:
         if writer is not None:
             writer.close()
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
     partial.replace(path)
 
 
