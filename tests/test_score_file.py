@@ -1,5 +1,6 @@
 """Files of scores: written whole, joined, and read by anything that reads safetensors."""
 
+import asyncio
 import itertools
 from dataclasses import fields
 
@@ -25,12 +26,11 @@ LABELS = [LabelRead([1], [9, 8, 9]), LabelRead([1], [4000, 1]), LabelRead([1, 2]
 
 
 async def answers(reads):
+    """The reads as a batch, and what the stand-in answers to them."""
+    matrix = isinstance(reads, MatrixBatch) or (isinstance(reads, list) and isinstance(reads[0], MatrixRead))
+    batch = (MatrixBatch if matrix else LabelBatch).of(reads)
     router = StandInRouter()
-    if isinstance(reads[0], MatrixRead):
-        batch = MatrixBatch.from_reads(reads)
-        return batch, await router.read_matrix(batch, return_exceptions=True)
-    batch = LabelBatch.from_reads(reads)
-    return batch, await router.read_labels(batch, return_exceptions=True)
+    return batch, await (router.read_matrix if matrix else router.read_labels)(batch, return_exceptions=True)
 
 
 def assert_equal(scores, other):
@@ -74,8 +74,6 @@ async def test_the_file_is_plain_safetensors_and_every_array_is_aligned(tmp_path
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 12), max_size=4), seed=st.integers(0, 2**16))
 def test_joined_files_hold_what_one_file_would(tmp_path_factory, cuts, seed):
-    import asyncio
-
     rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("joined")
     kinds = READS if seed % 2 else LABELS
     reads = [kinds[i] for i in rng.integers(0, len(kinds), 12)]
@@ -83,8 +81,7 @@ def test_joined_files_hold_what_one_file_would(tmp_path_factory, cuts, seed):
     bounds = [0, *sorted(cuts), 12]
     paths = []
     for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        part = batch.select(np.arange(begin, end))
-        scores = whole.split([begin, end - begin, 12 - end])[1]
+        part, scores = asyncio.run(answers(batch.select(np.arange(begin, end))))
         paths.append(folder / str(number))
         score_file.save(paths[-1], ScoreFile(scores, score_file.ids_of(part, scores), {}))
     score_file.join(folder / "whole", lambda: paths, {"of": len(paths)})
