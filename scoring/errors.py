@@ -130,6 +130,12 @@ class RefusedSettings(ScoringError, ValueError):
     """A configuration this project refuses to start with, because scores under it would be wrong or lost."""
 
 
+class InvalidLoss(ScoringError, ValueError):
+    """A divergence that cannot be computed from what it was given, or would not train what it seems to."""
+
+    status = 422
+
+
 _BY_NAME = {
     cls.__name__: cls
     for cls in (
@@ -147,6 +153,7 @@ _BY_NAME = {
         WrongEngineAnswer,
         SelfTestFailed,
         RefusedSettings,
+        InvalidLoss,
     )
 }
 

@@ -35,6 +35,7 @@ STATUSES = {
     "WrongEngineAnswer": 500,
     "SelfTestFailed": 500,
     "RefusedSettings": 500,
+    "InvalidLoss": 422,
 }
 
 
