@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready-$(shell cat requirements-cpu.lock pyproject.toml 2>/dev/null | sha256sum | cut -c1-12)
+TRAINERS := tests/trainers/requirements.txt
+TRAINERS_READY := .venv-trainers/.ready-$(shell cat $(TRAINERS) 2>/dev/null | sha256sum | cut -c1-12)
 
 # Nothing is fetched at run time, and a private cluster of this user needs no token.
 export HF_HUB_OFFLINE := 1
@@ -14,7 +16,7 @@ export RAY_SERVE_METRICS_EXPORT_INTERVAL_MS := 2000
 # Ray passes what is larger than 100 kB through its object store, which costs more than to send a shard along.
 export RAY_max_direct_call_object_size := 1048576
 
-.PHONY: help setup demo test test-cluster test-faults bench lint serve lock clean
+.PHONY: help setup demo test test-cluster test-faults test-trainers trainers bench lint serve lock clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +45,19 @@ test-faults: setup  ## kills and stops every process of a service under load, an
 	@$(BIN)/python -m pytest tests/faults/test_autoscaling.py -s
 	@$(BIN)/python -m pytest tests/faults/test_faults.py -s
 
+test-trainers: trainers  ## the drop-ins under the code of TRL and verl (2 minutes)
+	@.venv-trainers/bin/python -m pytest tests/trainers
+
+trainers: setup $(TRAINERS_READY)  ## the environment of test-trainers: TRL and verl, on top of .venv
+
+$(TRAINERS_READY): $(TRAINERS)
+	@rm -rf .venv-trainers && $(BIN)/python -m venv .venv-trainers
+	@.venv-trainers/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(TRAINERS)
+	@echo "import site; site.addsitedir('$(CURDIR)/.venv/lib/python3.11/site-packages')" \
+		> .venv-trainers/lib/python3.11/site-packages/under.pth
+	@ln -s ../../$(BIN)/serve .venv-trainers/bin/serve  # the service runs in the environment below
+	@touch $@
+
 bench: setup  ## how fast it is, as ratios in one table, out/bench.json and out/bench.png (20 minutes; QUICK=1: 4)
 	@$(BIN)/python -m benchmarks.speed $(if $(QUICK),--quick)
 
@@ -56,4 +71,4 @@ lock: setup  ## renew requirements-cpu.lock
 	@$(BIN)/python .ci/lock.py > requirements-cpu.lock.new && mv requirements-cpu.lock.new requirements-cpu.lock
 
 clean:  ## remove the virtual environment and what runs left behind
-	rm -rf .venv out
+	rm -rf .venv .venv-trainers out
