@@ -1,7 +1,10 @@
 """verl's own agent loop worker, its padding and its losses, on this service's scores."""
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +25,7 @@ from scoring.errors import InvalidRead, UnknownTeacher
 from tests.oracle import hf_logprobs
 
 PROMPT, RESPONSE, V = 6, 8, 2048
+LOSS = "distillation.distillation_loss"
 
 
 @pytest.fixture(autouse=True)
@@ -43,46 +47,28 @@ class FillUp:
         return {name: torch.tensor([row]) for name, row in zip(names, rows, strict=False)}
 
 
-def configuration(loss_mode, teachers, topk=5):
-    """verl's own distillation settings, as its command line makes them of the lines in the drop-in."""
-    entry = {
-        "_target_": "verl.workers.config.DistillationTeacherModelConfig",
-        "inference": {
-            "_target_": "verl.workers.config.RolloutConfig",
-            "name": "vllm",
-            "tensor_model_parallel_size": 1,
-            "prompt_length": PROMPT,
-            "response_length": RESPONSE,
-        },
-    }
-    models = {"teacher_model": entry | {"model_path": next(iter(teachers.values())), "key": None}}
-    if len(teachers) > 1:
-        models |= {
-            f"teacher{i}": entry | {"model_path": name, "key": key, "num_replicas": 1}
-            for i, (key, name) in enumerate(teachers.items())
-        }
-    return OmegaConf.create(
-        {
-            "distillation": {
-                "_target_": "verl.workers.config.DistillationConfig",
-                "enabled": True,
-                "nnodes": 1,
-                "n_gpus_per_node": len(teachers),
-                "teacher_key": "data_source",
-                "teacher_models": models,
-                "distillation_loss": {
-                    "_target_": "verl.workers.config.DistillationLossConfig",
-                    "loss_mode": loss_mode,
-                    "topk": topk,
-                    "use_policy_gradient": False,
-                    "log_prob_min_clamp": None,
-                },
-            }
-        }
-    )
+def configuration(loss_mode, **teachers):
+    """verl's own defaults with the lines of the drop-in; `teachers` by routing key, where there are several."""
+    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer/config/distillation/distillation.yaml")
+    del defaults["defaults"]
+    rollout = {"name": "vllm", "dtype": "bfloat16", "prompt_length": PROMPT, "response_length": RESPONSE}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "distillation": defaults})
+    lines = re.findall(r"([\w.]+)=(\w+)(?=\s)", drop_in.__doc__.partition("`model_path`")[0])
+    assert len(lines) == 6 and lines[-1] == ("distillation.teacher_models.teacher_model.model_path", "default")
+    lines = [*lines, (f"{LOSS}.loss_mode", loss_mode)]
+    lines += [(f"{LOSS}.use_policy_gradient", str(loss_mode == "k1")), (f"{LOSS}.topk", "5")]
+    for key, name in teachers.items():
+        entry = f"distillation.teacher_models.of_{key}"
+        lines += [(f"{entry}.key", key), (f"{entry}.model_path", name), (f"{entry}.num_replicas", "1")]
+        lines += [(f"{entry}.inference.{name}", str(value)) for name, value in rollout.items()]
+        lines += [(f"{entry}.inference.tensor_model_parallel_size", "1")]
+    lines += [("distillation.n_gpus_per_node", str(max(len(teachers), 1)))]
+    config = OmegaConf.merge(config, OmegaConf.from_dotlist([f"{name}={value}" for name, value in lines]))
+    assert config.actor_rollout_ref.rollout.temperature == 1
+    return config
 
 
-def worker(config, temperature=1.0):
+def worker(config, temperature=1):
     """verl's AgentLoopWorker without the models it would load."""
     worker = AgentLoopWorker.__new__(AgentLoopWorker)
     worker.tokenizer, worker.processor, worker.mm_processor_kwargs = FillUp(), None, {}
@@ -125,7 +111,7 @@ async def as_verl_trains(worker, some, validate=False, **kwargs):
 
 
 async def test_the_responses_own_tokens_lie_where_verl_looks_for_them(service, tiny_model):
-    data = await as_verl_trains(worker(configuration("k1", {"default": "default"})), samples())
+    data = await as_verl_trains(worker(configuration("k1")), samples())
     logprobs = no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1)  # as its k1, k2 and k3 do
     ids = no_padding_2_padding(data["teacher_ids"], data).squeeze(-1)
     assert logprobs.dtype == torch.float32 and data["teacher_ids"].dtype == torch.int32
@@ -139,7 +125,7 @@ async def test_the_responses_own_tokens_lie_where_verl_looks_for_them(service, t
 
 
 async def test_verls_forward_kl_on_these_scores_is_that_of_the_teachers_best(service, tiny_model):
-    config = configuration("forward_kl_topk", {"default": "default"})
+    config = configuration("forward_kl_topk")
     data = await as_verl_trains(worker(config), samples())
     lengths = [len(prompt) + len(response) for prompt, response in samples()]
     logits = torch.tensor(np.random.default_rng(1).normal(size=(1, sum(lengths), V)), dtype=torch.float32)
@@ -159,7 +145,7 @@ async def test_verls_forward_kl_on_these_scores_is_that_of_the_teachers_best(ser
 
 
 async def test_samples_are_routed_to_their_teachers(service):
-    config = configuration("k1", {"gsm8k": "math", "code": "nobody"})
+    config = configuration("k1", gsm8k="math", code="nobody")
     two = worker(config)
     asked = sample([1, 2], [3, 4])
     await two._compute_teacher_logprobs(asked, [1, 2], [3, 4], False, {"data_source": np.array("gsm8k")})
@@ -171,7 +157,7 @@ async def test_samples_are_routed_to_their_teachers(service):
 
 
 async def test_what_has_no_score_is_refused_and_validation_needs_none(service):
-    config = configuration("k1", {"default": "default"})
+    config = configuration("k1")
     asked = sample([1, 2], [3, 4], multi_modal_data={"images": ["an image"]})
     with pytest.raises(InvalidRead, match="multi_modal_data: holds"):
         await worker(config)._compute_teacher_logprobs(asked, [1, 2], [3, 4], False)
@@ -186,8 +172,6 @@ def test_verl_takes_it_as_an_external_module():
         "import verl.experimental.agent_loop.agent_loop as loop, verl.experimental.teacher_loop as teachers;"
         "print(loop.AgentLoopWorker._compute_teacher_logprobs.__module__, teachers.MultiTeacherModelManager.__module__)"
     )
-    import os
-
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "deployments.trainers.verl"},
