@@ -28,6 +28,8 @@ from deployments.actor import NAMESPACE
 from deployments.client import AsyncScoringClient, ScoringClient
 from deployments.pinning import pinned
 from deployments.router import APP_NAME
+from deployments.trainers import service as trainers
+from deployments.trainers import slime, trl, verl
 from scoring import LabelRead, MatrixBatch, MatrixRead, score_file
 from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, UnknownTeacher, VersionMismatch
 from scoring.http_client import HttpScoringClient
@@ -410,6 +412,78 @@ def test_a_client_written_for_a_vllm_server_gets_its_matrix(application, tiny_mo
     older = httpx.post(f"{application.url}/inference/v1/generate", json=body, timeout=60)
     same = expected(tiny_model, MatrixRead(read.prompt_ids, read.response_ids, [flat] * len(read.response_ids)))[0]
     np.testing.assert_allclose(vllm_matrix(older), same, atol=LIMIT, rtol=0)
+
+
+def test_what_trainers_call_for_their_teacher_is_what_hugging_face_says(application, client, tiny_model):
+    """Responses of 3, 17, 1 and 2 tokens. A row written one position off would be off by more than rounding."""
+    rng = np.random.default_rng(7)
+    sequences = [(rng.integers(0, VOCABULARY, c).tolist(), rng.integers(0, VOCABULARY, r).tolist())
+                 for c, r in ((3, 3), (5, 17), (1, 1), (9, 2))]  # fmt: skip
+    due = [expected(tiny_model, MatrixRead(c, r, [[]] * len(r)))[1] for c, r in sequences]
+    for (prompt, response), scores in zip(sequences, due, strict=True):
+        table = hf_logprobs(tiny_model, prompt + response).numpy()
+        for shift in (-1, 1):
+            rows = np.arange(len(response)) + len(prompt) - 1 + shift
+            there = (rows >= 0) & (rows < len(table))
+            assert (np.abs(table[rows[there], np.array(response)[there]] - scores[there]) > 1e-3).all()
+
+    def check(answers):
+        for answer, scores in zip(answers, due, strict=True):
+            np.testing.assert_allclose(answer, scores, atol=LIMIT, rtol=0)
+
+    async def by_slime(url):
+        args = SimpleNamespace(rm_url=url, rollout_temperature=1.0, reward_key=None)
+        samples = [SimpleNamespace(tokens=c + r, response_length=len(r), metadata={}, multimodal_inputs=None,
+                                   teacher_log_probs=None, get_reward_value=lambda _: 0.0)
+                   for c, r in sequences]  # fmt: skip
+        await asyncio.gather(*(slime.reward_func(args, sample) for sample in samples))
+        slime.post_process_rewards(args, samples)
+        return [sample.teacher_log_probs for sample in samples]
+
+    async def by_verl():
+        loss = SimpleNamespace(topk=None, loss_settings=SimpleNamespace(use_topk=False))
+        manager = SimpleNamespace(
+            distillation_loss_config=loss,
+            teacher_model_configs={"default": SimpleNamespace(model_path="default")},
+            _resolve_teacher_key=lambda _: "default",
+        )
+        worker = SimpleNamespace(distillation_enabled=True, rollout_config=SimpleNamespace(temperature=1.0),
+                                 teacher_server_manager=manager, teacher_key="data_source")  # fmt: skip
+        outputs = [SimpleNamespace(extra_fields={}, multi_modal_data=None) for _ in sequences]
+        await asyncio.gather(
+            *(
+                verl.compute_teacher_logprobs(worker, o, c, r, False)
+                for o, (c, r) in zip(outputs, sequences, strict=True)
+            )
+        )
+        return [output.extra_fields["teacher_logprobs"][:, 0] for output in outputs]
+
+    try:
+        for url in (application.url, None):  # over HTTP, and from the replicas
+            check(asyncio.run(by_slime(url)))
+        rows = asyncio.run(by_verl())
+        check([row[len(c) - 1 : -1] for row, (c, _) in zip(rows, sequences, strict=True)])
+        assert not any(row[: len(c) - 1].any() or row[-1] for row, (c, _) in zip(rows, sequences, strict=True))
+    finally:
+        for url in (application.url, None):
+            trainers._client(url).close()
+        trainers._client.cache_clear()
+    answer = trl.TeacherClient(application.url).get_sequence_logprobs(
+        [c + r for c, r in sequences], [len(c) for c, _ in sequences], top_logprobs=3
+    )
+    check([np.array(scores)[:, 0] for scores in answer["actual_logprobs"]])
+    for (c, r), best in zip(sequences, answer["logprobs"], strict=True):
+        table = hf_logprobs(tiny_model, c + r)[len(c) - 1 : -1]
+        np.testing.assert_allclose(best, table.topk(3).values, atol=LIMIT, rtol=0)
+    by_vime = []  # what its own reward_func sends under --opd-teacher-scoring per-position
+    for c, r in sequences:
+        params = {"max_tokens": 1, "temperature": 1.0, "skip_special_tokens": False}
+        params |= {"prompt_logprob_start": len(c) - 1, "prompt_logprob_token_ids": [[token] for token in r]}
+        body = {"token_ids": c + r, "sampling_params": params}
+        matrix = vllm_matrix(httpx.post(f"{application.url}/inference/v1/generate", json=body, timeout=60))
+        assert matrix.dtype == np.float32 and matrix.shape == (len(r), 1)
+        by_vime.append(matrix[:, 0])
+    check(by_vime)
 
 
 def vllm_matrix(answer):

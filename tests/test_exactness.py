@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from scoring import LabelBatch, LabelRead, MatrixRead, MatrixScores
 from scoring.batches import MatrixBatch
+from scoring.divergence import forward_kl, jsd, k1, reverse_kl, student_scores
 from scoring.engine import TeacherEngine
 from scoring.errors import SelfTestFailed
 from tests import golden_read
@@ -314,6 +315,37 @@ def test_what_else_is_asked_for_does_not_change_a_candidates_bits(tiny):
     assert more.response_logprobs.tolist() == plain.response_logprobs.tolist()
     (best,) = tiny.read_matrix([MatrixRead(ids(40), ids(50, 1), more.top_ids)])
     assert best.logprobs.tolist() == more.top_logprobs.tolist()
+
+
+def test_divergences_from_an_answer_are_those_of_hugging_faces_whole_distributions(tiny, tiny_model):
+    """A student's own 64 likeliest tokens at every position, and the tail: in float64 over all 2048 tokens."""
+    prompt, response = ids(20), ids(50, 1)
+    teacher = hf_logprobs(tiny_model, prompt + response)[19:-1]  # [50, V]
+    logits = 0.8 * teacher + torch.tensor(np.random.default_rng(2).normal(0, 0.5, teacher.shape), dtype=torch.float32)
+    candidates = logits.topk(64).indices
+    score = tiny.read_matrix([MatrixRead(prompt, response, candidates, extras=("tail",))])[0]
+    student = student_scores(logits, candidates, response)
+    tails = {"student_tail": student.tail_logprob, "teacher_tail": score.tail_logprob}
+    pi, nu = logits.double().softmax(-1).numpy(), np.exp(teacher.double().numpy())
+    parts = []
+    for side in (pi, nu):
+        inside = np.take_along_axis(side, candidates.numpy(), 1)
+        outside = side.copy()
+        np.put_along_axis(outside, candidates.numpy(), 0, axis=1)
+        parts.append(np.hstack([inside, outside.sum(axis=1, keepdims=True)]))
+    p, t = parts
+    m = (p + t) / 2
+    due = {
+        forward_kl: (t * np.log(t / p)).sum(1),
+        reverse_kl: (p * np.log(p / t)).sum(1),
+        jsd: ((t * np.log(t / m)).sum(1) + (p * np.log(p / m)).sum(1)) / 2,
+    }
+    for loss, values in due.items():
+        found = loss(student.logprobs, score.logprobs, candidates, **tails)
+        np.testing.assert_allclose(found, values, rtol=0, atol=1e-4)
+        assert values.min() > 0.01
+    own = np.take_along_axis(np.log(pi / nu), np.array(response)[:, None], 1)[:, 0]
+    np.testing.assert_allclose(k1(student.response_logprobs, score.response_logprobs), own, rtol=0, atol=1e-4)
 
 
 def test_without_rows_there_is_nothing_of_what_is_asked_for(tiny):
