@@ -296,6 +296,41 @@ def test_masked_rows_are_zero_and_have_no_gradient_whatever_stands_there(kind, t
         np.testing.assert_allclose(leaf.grad[row], gradient, atol=1e-12)
 
 
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_an_empty_tail_and_pads_give_the_callers_own_numbers_no_nan(kind, tail):
+    """Log-probabilities and tails that come from elsewhere than `student_scores`, which would mask a NaN itself."""
+    z, teacher = draw(2)
+    ids = np.tile([3, 1, 0, 5, 2, 4, -1], (2, 1))
+    own = torch.tensor(z).log_softmax(-1)[:, ids[0]]
+    own[:, -1] = -torch.inf
+    own.requires_grad_()
+    rest = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    scored = torch.tensor(teacher).log_softmax(-1)[:, ids[0]]
+    scored[:, -1] = -torch.inf
+    values = LOSSES[kind](own, scored, ids, tail=tail, student_tail=rest, teacher_tail=rest.detach())
+    due = [slope(kind, softmax(s), softmax(t))[0] for s, t in zip(z, teacher, strict=True)]
+    np.testing.assert_allclose(values.detach(), due, atol=1e-12)
+    values.sum().backward()
+    assert torch.isfinite(own.grad).all() and (rest.grad is None or torch.isfinite(rest.grad).all())
+
+
+def test_tokens_that_a_student_cannot_say_have_no_gradient():
+    """Logits of -inf, as of a head's padding: once as a candidate, once as all that is left outside."""
+    z, teacher = draw(1)
+    z[0, 2] = -np.inf
+    for ids in ([0, 2], [0, 1, 3, 4, 5]):
+        leaf, args, tails = sides(z, teacher, ids)
+        values = [loss(*args, **tails) for loss in LOSSES.values() if loss is not forward_kl or 2 in ids]
+        own = {"student_response_logprobs": student_scores(leaf, [0], [4]).response_logprobs, "response_ids": [4]}
+        values.append(unbiased_reverse_kl(*args, **own, teacher_response_logprobs=[-2.0]))
+        torch.stack(values).sum().backward()
+        assert torch.isfinite(torch.stack(values)).all()
+        assert torch.isfinite(leaf.grad).all() and leaf.grad[0, 2] == 0 and leaf.grad[0, 0] != 0
+    with pytest.raises(InvalidLoss, match="teacher: has probability where the student has none"):
+        forward_kl(*args, **tails)
+
+
 def test_what_one_side_alone_knows_counts_as_tail():
     """A student with a wider head: the teacher scores its last two ids as -inf (`unknown_candidates`)."""
     z, teacher = draw(1, seed=8)

@@ -129,10 +129,9 @@ def jsd(
     if beta == 1:
         return _kl(student, teacher, "student", "teacher")
     s, t = student + math.log1p(-beta), teacher + math.log(beta)
-    both, neither = (s > -torch.inf) & (t > -torch.inf), (s == -torch.inf) & (t == -torch.inf)
+    both = (s > -torch.inf) & (t > -torch.inf)
     # `logaddexp` of two -inf has NaN for a gradient.
     mixture = torch.where(both, torch.logaddexp(torch.where(both, s, 0.0), torch.where(both, t, 0.0)), s.maximum(t))
-    mixture = torch.where(neither, 0.0, mixture)
     return beta * _kl(teacher, mixture, "teacher", "mixture") + (1 - beta) * _kl(student, mixture, "student", "mixture")
 
 
