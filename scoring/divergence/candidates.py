@@ -128,10 +128,7 @@ def jsd(
         return _kl(teacher, student, "teacher", "student")
     if beta == 1:
         return _kl(student, teacher, "student", "teacher")
-    s, t = student + math.log1p(-beta), teacher + math.log(beta)
-    both = (s > -torch.inf) & (t > -torch.inf)
-    # `logaddexp` of two -inf has NaN for a gradient.
-    mixture = torch.where(both, torch.logaddexp(torch.where(both, s, 0.0), torch.where(both, t, 0.0)), s.maximum(t))
+    mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
     return beta * _kl(teacher, mixture, "teacher", "mixture") + (1 - beta) * _kl(student, mixture, "student", "mixture")
 
 
@@ -207,7 +204,8 @@ def _two_sides(
     teacher_temperature: float,
     unite: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Both sides' log-probabilities [..., K], and in a bucket [..., K + 1]; -inf where there is nothing to compare.
+    """Both sides' log-probabilities [..., K], and in a bucket [..., K + 1]; -inf where there is nothing to compare. It
+    is put there by `torch.where`, which stops whatever gradient an infinity makes of itself further on.
 
     `unite` drops a candidate that only one side knows; otherwise it stays, with -inf on the other side.
     """
