@@ -103,7 +103,7 @@ def multi_teacher_advantages(
         if name not in teacher_logprobs or name not in coefs:
             lacks = "scores" if name not in teacher_logprobs else "coefficient"
             raise InvalidLoss(f"is {name!r}, which has no {lacks}; there are {sorted(coefs)}", field=f"teachers[{i}]")
-    names = sorted(teacher_logprobs)
+    names = sorted(set(teachers))
     index = torch.tensor([names.index(name) for name in teachers], dtype=torch.int64, device=old_logprobs.device)
     if cu_seqlens is None:
         if len(index) != len(old_logprobs):
@@ -120,7 +120,7 @@ def multi_teacher_advantages(
         scores = constant(teacher_logprobs[name], routed, routed.dtype)
         same_shape(f"teacher_logprobs[{name!r}]", scores, routed)
         routed = torch.where(index == i, scores, routed)
-        weights = torch.where(index == i, coefs.get(name, 0.0), weights)
+        weights = torch.where(index == i, coefs[name], weights)
     return reverse_kl_advantages(old_logprobs, routed, mask, coef=weights, cu_seqlens=cu_seqlens, **options)
 
 
