@@ -167,10 +167,14 @@ async def test_what_has_no_score_is_refused_and_validation_needs_none(service):
     assert asked.extra_fields == {}
 
 
-def test_verl_takes_it_as_an_external_module():
+def test_verl_takes_it_as_an_external_module_before_its_trainers_take_what_it_replaces():
     script = (
-        "import verl.experimental.agent_loop.agent_loop as loop, verl.experimental.teacher_loop as teachers;"
-        "print(loop.AgentLoopWorker._compute_teacher_logprobs.__module__, teachers.MultiTeacherModelManager.__module__)"
+        "import sys, verl; early = [m for m in sys.modules if m.startswith('verl.trainer.ppo')];"
+        "import verl.experimental.agent_loop.agent_loop as loop;"
+        "import verl.experimental.teacher_loop as teachers;"
+        "print(loop.AgentLoopWorker._compute_teacher_logprobs.__module__);"
+        "print(teachers.MultiTeacherModelManager.__module__);"
+        "print([m for m in early if hasattr(sys.modules[m], 'MultiTeacherModelManager')])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -178,7 +182,7 @@ def test_verl_takes_it_as_an_external_module():
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split()[-2:] == ["deployments.trainers.verl"] * 2, done.stderr[-2000:]
+    assert done.stdout.split()[-3:] == [*["deployments.trainers.verl"] * 2, "[]"], done.stderr[-2000:]
 
 
 def test_a_verl_whose_seam_has_moved_is_refused(monkeypatch):
