@@ -66,8 +66,8 @@ class TeacherScoringActor:
 
         Returns:
             `logprobs` (list of float32 [n, K]), `response_logprobs` (list of float32 [n]), `rows` (list of int64 [n]);
-            `top_ids` (list of int32 [n, top_k]), `top_logprobs`, `tail_logprob` and `entropy`, with None where a read
-            did not ask for it; `meta` (list of dicts), `errors` (by read index; only with return_exceptions) and
+            `top_ids` (list of int32 [n, top_k]), `top_logprobs`, `tail_logprob`, `entropy` and `rank`, with None where
+            a read did not ask for it; `meta` (list of dicts), `errors` (by read index; only with return_exceptions) and
             `schema_version`.
 
         Raises:

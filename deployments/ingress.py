@@ -1,7 +1,7 @@
 """The HTTP door: the routes of this project, and the `Ingress` deployment that serves them.
 
-A route parses, asks its Router, and answers; it knows neither vLLM nor which replica answered. Tokens, not text:
-nothing here has a tokenizer. The routes of other servers, in their own dialect, are in `vllm_routes.py`.
+A route parses, asks its Router, and answers; it knows neither vLLM nor which replica answered. Tokens, not text. The
+routes of vLLM's server, in its own dialect, are in `vllm_http/`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deployments.http_door import (
 )
 from deployments.openapi import description_of
 from deployments.router import Router
-from deployments.vllm_routes import vllm_routes
+from deployments.vllm_http import vllm_routes
 from scoring import wire
 from scoring.adapters import Adapter
 from scoring.batches import SCHEMA_VERSION
@@ -252,7 +252,6 @@ def error_response(error: Exception) -> Response:
 def _own_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
     routes = APIRouter(route_class=route_answering_errors(error_response))
     readiness = _Readiness(router)
-    started = int(time.time())
 
     @routes.post("/v1/matrix-reads", openapi_extra=description_of("matrix"))
     async def matrix_reads(request: Request) -> Response:
@@ -280,26 +279,6 @@ def _own_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
         """Every teacher (or the one named) answered a read within the last second; of aliases and adapters, which share
         the replicas of a teacher, that teacher did."""
         return json_response({"status": "ready", "teachers": await readiness.check(teacher)})
-
-    @routes.get("/v1/models")
-    async def models() -> Response:
-        """The teachers, in the shape of vLLM's model list."""
-        known = await router().teachers()
-        served = [_model(name, info, started) for name, info in known.items() if info["replicas"]]
-        return json_response({"object": "list", "data": served})
-
-    @routes.get("/version")
-    async def versions() -> Response:
-        """`version` is vLLM's own, as its route of this name says it; of the default teacher's engine."""
-        known = await router().teachers()
-        engine = next((info["engine"] for info in known.values() if info.get("default")), "")
-        return json_response(
-            {
-                "version": engine.split(" ")[-1],
-                "teacher_scoring": version("teacher-scoring"),
-                "schema_version": SCHEMA_VERSION,
-            }
-        )
 
     return routes
 
@@ -425,31 +404,3 @@ class _Readiness:
         except ScoringError as error:
             raise TeacherUnavailable(f"teacher {name!r} did not answer a one-token read: {error.message}") from error
         return "ready"
-
-
-def _model(name: str, info: Mapping[str, Any], created: int) -> dict[str, Any]:
-    """One entry of vLLM's model list. It lists no sampling: a teacher answers reads only."""
-    permission = {
-        "id": f"modelperm-{name}",
-        "object": "model_permission",
-        "created": created,
-        "allow_create_engine": False,
-        "allow_sampling": False,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
-        "organization": "*",
-        "group": None,
-        "is_blocking": False,
-    }
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "vllm",
-        "root": info.get("adapter", info["model"]),
-        "parent": info.get("base"),
-        "max_model_len": info["max_length"],
-        "permission": [permission],
-    }

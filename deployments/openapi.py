@@ -83,6 +83,7 @@ _RESULT = {
         "top_logprobs": _list(_list(_SCORE), description="[n][top_k]"),
         "tail_logprob": _list(_SCORE, description="[n], where it was asked for"),
         "entropy": _list(_SCORE, description="[n], where it was asked for"),
+        "rank": _list(_INTEGER, description="[n], where it was asked for"),
     },
     "label": {"logprobs": _list(_SCORE, description="[L]")},
 }

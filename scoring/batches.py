@@ -22,8 +22,9 @@ SCHEMA_VERSION = 1
 """Version of every form a batch or its answer takes outside this process."""
 
 # Bits of `MatrixBatch.modes`.
-SHARED, OMITTED, ROWS, TAIL, ENTROPY, UNKNOWN_TO_MINUS_INF = (1 << bit for bit in range(6))
-_EXTRA_BITS = dict(zip(EXTRAS, (TAIL, ENTROPY), strict=True))
+SHARED, OMITTED, ROWS, TAIL, ENTROPY, UNKNOWN_TO_MINUS_INF, RANK = (1 << bit for bit in range(7))
+ALL_MODES = (1 << 7) - 1
+_EXTRA_BITS = dict(zip(EXTRAS, (TAIL, ENTROPY, RANK), strict=True))
 NO_VERSION = -1
 _COLUMN_BYTES = 64  # of one read in the arrays that have one entry per read, about
 
@@ -353,7 +354,8 @@ class MatrixBatch(_Ragged):
 
     def extras(self) -> np.ndarray:
         """int32 [N]: the extras of each read, in the bits of `scoring.columns`."""
-        return ((self.modes & (TAIL | ENTROPY)) // TAIL).astype(np.int32)  # the same two bits, beginning at 1
+        # There they stand in the order of their names, beginning at 1.
+        return sum(((self.modes & bit) > 0) << place for place, bit in enumerate(_EXTRA_BITS.values())).astype(np.int32)
 
     def answer_widths(self) -> np.ndarray:
         """int64 [N]: numbers in each row of each read's answer."""

@@ -9,38 +9,39 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TAIL, ENTROPY = 1, 2
+TAIL, ENTROPY, RANK = 1, 2, 4
 """Bits of an answer's `extras`."""
 
 LARGEST_ID = 1 << 24
-"""Ids up to here are exact in float32."""
+"""Ids, and ranks, up to here are exact in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The columns of one read, in this order: the response's own token, K candidates, the tail (if asked), the
-    entropy (if asked), the ids of the teacher's own `top_k` best tokens, their log-probabilities.
+    entropy (if asked), the rank (if asked), the ids of the teacher's own `top_k` best tokens, their log-probabilities.
 
     Attributes:
         candidates: K.
         top_k: how many of the teacher's own best.
-        tail, entropy: whether they are asked for.
+        tail, entropy, rank: whether they are asked for.
     """
 
     candidates: int
     top_k: int = 0
     tail: bool = False
     entropy: bool = False
+    rank: bool = False
 
     @classmethod
     def of(cls, candidates: int, top_k: int, extras: int) -> Columns:
         """The columns by the three numbers that an answer carries of each read; `extras` has the bits above."""
-        return cls(candidates, top_k, bool(extras & TAIL), bool(extras & ENTROPY))
+        return cls(candidates, top_k, bool(extras & TAIL), bool(extras & ENTROPY), bool(extras & RANK))
 
     @property
     def extras(self) -> int:
-        """Tail and entropy in the bits above."""
-        return TAIL * self.tail | ENTROPY * self.entropy
+        """Tail, entropy and rank in the bits above."""
+        return TAIL * self.tail | ENTROPY * self.entropy | RANK * self.rank
 
     @property
     def width(self) -> int:
@@ -50,7 +51,7 @@ class Columns:
     @property
     def plain(self) -> bool:
         """Whether nothing is asked for but the response's own token and the candidates."""
-        return not (self.top_k or self.tail or self.entropy)
+        return not (self.top_k or self.extras)
 
     @property
     def response_at(self) -> int:
@@ -69,6 +70,10 @@ class Columns:
         return 1 + self.candidates + self.tail if self.entropy else None
 
     @property
+    def rank_at(self) -> int | None:
+        return 1 + self.candidates + self.tail + self.entropy if self.rank else None
+
+    @property
     def top_ids_at(self) -> slice:
         return slice(self._top_at, self._top_at + self.top_k)
 
@@ -77,7 +82,8 @@ class Columns:
         return slice(self._top_at + self.top_k, self._top_at + 2 * self.top_k)
 
     def apart(self, block: np.ndarray) -> dict[str, np.ndarray | None]:
-        """float32 [..., width] by the names of a `MatrixScore`: views, except the ids; None what is not asked for."""
+        """float32 [..., width] by the names of a `MatrixScore`: views, except ids and ranks; None what is not asked
+        for."""
         return {
             "logprobs": block[..., self.candidates_at],
             "response_logprobs": block[..., self.response_at],
@@ -85,6 +91,7 @@ class Columns:
             "top_logprobs": block[..., self.top_logprobs_at] if self.top_k else None,
             "tail_logprob": block[..., self.tail_at] if self.tail else None,
             "entropy": block[..., self.entropy_at] if self.entropy else None,
+            "rank": block[..., self.rank_at].astype(np.int32) if self.rank else None,
         }
 
     def name_of(self, column: int) -> str:
@@ -93,16 +100,18 @@ class Columns:
             return "response_logprobs"
         if column <= self.candidates:
             return f"col {column - 1}"
-        if column in (self.tail_at, self.entropy_at):
-            return "tail_logprob" if column == self.tail_at else "entropy"
+        for at, name in ((self.tail_at, "tail_logprob"), (self.entropy_at, "entropy"), (self.rank_at, "rank")):
+            if column == at:
+                return name
         top, place = divmod(column - self._top_at, self.top_k)
         return f"{('top_ids', 'top_logprobs')[top]} col {place}"
 
     @property
     def _top_at(self) -> int:
-        return 1 + self.candidates + self.tail + self.entropy
+        return 1 + self.candidates + self.tail + self.entropy + self.rank
 
 
 def widths_of(candidates: np.ndarray, top_k: np.ndarray, extras: np.ndarray) -> np.ndarray:
     """int64 [N]: `Columns.of(...).width` of N reads."""
-    return 1 + candidates + 2 * top_k.astype(np.int64) + (extras & TAIL > 0) + (extras & ENTROPY > 0)
+    asked = sum((extras & bit > 0).astype(np.int64) for bit in (TAIL, ENTROPY, RANK))
+    return 1 + candidates + 2 * top_k.astype(np.int64) + asked

@@ -47,10 +47,17 @@ class TeacherLimits:
         if read.candidate_ids is not None and read.unknown_candidates == "raise":
             self._check_ids(read.candidate_ids, "candidate_ids")
         self._check_top_k(read.top_k)
-        if read.extras and self.scores != "logprobs":
+        none = [name for name in read.extras if name != "rank"]
+        if none and self.scores != "logprobs":
             raise InvalidRead(
-                f"asks for {' and '.join(read.extras)}; this teacher answers with {self.scores}, of which there is "
+                f"asks for {' and '.join(none)}; this teacher answers with {self.scores}, of which there is "
                 "none (its setting scores; logprobs has them)",
+                field="extras",
+            )
+        if "rank" in read.extras and self.vocabulary > LARGEST_ID:
+            raise InvalidRead(
+                f"asks for rank; this teacher's vocabulary has {self.vocabulary} ids, and an answer's float32 holds "
+                f"ranks exactly up to {LARGEST_ID} only",
                 field="extras",
             )
 

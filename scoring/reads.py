@@ -16,7 +16,7 @@ from scoring.columns import Columns
 from scoring.errors import InvalidRead
 from scoring.ids import candidate_matrix, id_vector, row_indices
 
-EXTRAS = ("tail", "entropy")
+EXTRAS = ("tail", "entropy", "rank")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,8 +37,9 @@ class MatrixRead:
             the order given. None means all.
         top_k: how many of the teacher's own likeliest tokens to return beside the candidates, with their
             log-probabilities.
-        extras: any of "tail" (the logarithm of the probability outside the candidates) and "entropy" (of the
-            teacher's whole distribution, in nats).
+        extras: any of "tail" (the logarithm of the probability outside the candidates), "entropy" (of the
+            teacher's whole distribution, in nats) and "rank" (how many tokens the teacher likes at least as much as
+            the response's own, itself included: 1 is the best).
         teacher: name of the teacher; None is the application's default.
         priority: smaller is served first.
         expect_version: the weight version the read was made for; another one raises `VersionMismatch`.
@@ -87,7 +88,7 @@ class MatrixRead:
     @property
     def columns(self) -> Columns:
         """What a row of the answer holds."""
-        return Columns(self.width, self.top_k, "tail" in self.extras, "entropy" in self.extras)
+        return Columns(self.width, self.top_k, **{name: name in self.extras for name in EXTRAS})
 
     @property
     def row_count(self) -> int:

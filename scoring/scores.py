@@ -68,8 +68,9 @@ class MatrixScore:
         top_logprobs: float32 [n, top_k], theirs.
         tail_logprob: float32 [n], the logarithm of the probability that lies outside the candidates.
         entropy: float32 [n], of the teacher's whole distribution, in nats.
+        rank: int32 [n], how many tokens have a logit at least as large as the response's own, which is one of them.
 
-    The last four are None unless asked for.
+    The last five are None unless asked for.
     """
 
     logprobs: np.ndarray
@@ -80,6 +81,7 @@ class MatrixScore:
     top_logprobs: np.ndarray | None = None
     tail_logprob: np.ndarray | None = None
     entropy: np.ndarray | None = None
+    rank: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +252,7 @@ class MatrixScores(_Scores):
 
     widths: np.ndarray  # int64 [N]: K
     top_k: np.ndarray  # int32 [N]
-    extras: np.ndarray  # int32 [N]: the bits TAIL and ENTROPY
+    extras: np.ndarray  # int32 [N]: the bits TAIL, ENTROPY and RANK
     rows: np.ndarray  # int64, flat: the rows answered
     row_offsets: np.ndarray  # int64 [N + 1] into rows
 
@@ -269,7 +271,7 @@ class MatrixScores(_Scores):
 
     def to_padded(self, width: int, fill: float) -> PaddedScores:
         """The answers as rectangular arrays of `width` rows, rows beyond a read's own filled with `fill` (of `top_ids`
-        with -1).
+        and `rank` with -1).
 
         Raises:
             ScoringError: a read failed.
@@ -290,14 +292,14 @@ class MatrixScores(_Scores):
         columns = self.columns(0) if len(self) else Columns(0)
         mask = np.arange(width) < counts[:, None]
         rectangles = {
-            name: part if part is None else _spread(part, mask, NO_TOKEN if name == "top_ids" else fill)
+            name: part if part is None else _spread(part, mask, fill if part.dtype == np.float32 else NO_TOKEN)
             for name, part in columns.apart(self.values.reshape(-1, columns.width)).items()
         }
         return PaddedScores(**rectangles, mask=mask)
 
     def torch(self) -> list[dict[str, Any]]:
         """Per read a dict of tensors: `logprobs` [n, K], `response_logprobs` [n], `rows` [n], and what was asked for of
-        `top_ids`, `top_logprobs` [n, top_k], `tail_logprob` and `entropy` [n].
+        `top_ids`, `top_logprobs` [n, top_k], `tail_logprob`, `entropy` and `rank` [n].
 
         Raises:
             ScoringError: a read failed.
@@ -309,7 +311,7 @@ class MatrixScores(_Scores):
 class PaddedScores:
     """Rectangular answers of N reads: `logprobs` float32 [N, width, K], `response_logprobs` float32 [N, width],
     `mask` bool [N, width], True where a row was scored; `top_ids` int32 and `top_logprobs` float32 [N, width, top_k],
-    `tail_logprob` and `entropy` float32 [N, width], None unless asked for."""
+    `tail_logprob` and `entropy` float32 [N, width], `rank` int32 [N, width], None unless asked for."""
 
     logprobs: np.ndarray
     response_logprobs: np.ndarray
@@ -318,6 +320,7 @@ class PaddedScores:
     top_logprobs: np.ndarray | None = None
     tail_logprob: np.ndarray | None = None
     entropy: np.ndarray | None = None
+    rank: np.ndarray | None = None
 
     def torch(self) -> dict[str, Any]:
         """The same as tensors, by name, without those that are None."""

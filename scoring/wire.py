@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save
 
-from scoring.batches import OMITTED, ROWS, SCHEMA_VERSION, UNKNOWN_TO_MINUS_INF, LabelBatch, MatrixBatch, end_to_end
-from scoring.columns import ENTROPY, LARGEST_ID, TAIL, Columns, widths_of
+from scoring.batches import ALL_MODES, OMITTED, ROWS, SCHEMA_VERSION, LabelBatch, MatrixBatch, end_to_end
+from scoring.columns import ENTROPY, LARGEST_ID, RANK, TAIL, Columns, widths_of
 from scoring.errors import InvalidRead, ScoringError, WrongEngineAnswer, from_dict
 from scoring.ids import PAD
 from scoring.reads import LabelRead, MatrixRead, read_from_fields
@@ -198,8 +198,8 @@ def scores_to_json(scores: MatrixScores | LabelScores) -> dict[str, Any]:
 
     A matrix result has `logprobs` (n lists of K), `response_logprobs` (n), `rows` (n), `shape` ([n, K], since n = 0
     leaves no K to see) and `meta`; what was asked of `top_k` (the number), `top_ids`, `top_logprobs` (n lists of top_k
-    each), `tail_logprob` and `entropy` (n); a label result `logprobs` (L) and `meta`. **A score of -inf is null**,
-    which JSON has instead. A failed read is `{"error": {...}}`.
+    each), `tail_logprob`, `entropy` and `rank` (n); a label result `logprobs` (L) and `meta`. **A score of -inf is
+    null**, which JSON has instead. A failed read is `{"error": {...}}`.
 
     Raises:
         WrongEngineAnswer: a score is NaN or +inf, or the arrays do not fit one another.
@@ -346,9 +346,8 @@ def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
             where = f"row {row} {scores.columns(read).name_of(column)}"
         raise WrongEngineAnswer(f"the score at {where} is {scores.values[at]}", read=read)
     if isinstance(scores, MatrixScores):
-        special = (scores.top_k > 0) | (
-            (scores.extras & ENTROPY) > 0
-        )  # bool [N]: has numbers that are no log-probability
+        # bool [N]: has numbers that are no log-probability
+        special = (scores.top_k > 0) | ((scores.extras & (ENTROPY | RANK)) > 0)
         for i in np.flatnonzero(special & (np.diff(scores.offsets) > 0)).tolist():
             columns = scores.columns(i)
             block = scores.values[scores.offsets[i] : scores.offsets[i + 1]].reshape(-1, columns.width)
@@ -359,6 +358,12 @@ def _refuse_not_a_score(scores: MatrixScores | LabelScores) -> None:
                 raise WrongEngineAnswer(f"the id at row {row} of top_ids col {k} is {ids[row, k]}", read=i)
             if columns.entropy and (block[:, columns.entropy_at] < 0).any():
                 raise WrongEngineAnswer("an entropy is missing or below zero", read=i)
+            if columns.rank:
+                ranks = block[:, columns.rank_at]
+                wrong = (ranks < 1) | (ranks > LARGEST_ID) | (ranks != np.floor(ranks))
+                if wrong.any():
+                    row = int(np.flatnonzero(wrong)[0])
+                    raise WrongEngineAnswer(f"the rank at row {row} is {ranks[row]}", read=i)
 
 
 # ---------------------------------------------------------------- parts of safetensors
@@ -469,7 +474,7 @@ def _refuse_stray_modes(batch: MatrixBatch) -> None:
     candidates, rows = np.diff(batch.candidate_offsets), np.diff(batch.row_offsets)  # int64 [N]
     omitted, selected = (batch.modes & OMITTED) > 0, (batch.modes & ROWS) > 0  # bool [N]
     for field, wrong in (
-        ("modes", batch.modes >= UNKNOWN_TO_MINUS_INF << 1),
+        ("modes", batch.modes > ALL_MODES),
         ("widths", (batch.widths >= 2**31) | (omitted & (batch.widths > 0))),
         ("candidate_ids", omitted & (candidates > 0)),
         ("rows", ~selected & (rows > 0)),
@@ -488,7 +493,7 @@ def _refuse_stray_modes(batch: MatrixBatch) -> None:
 
 # What a result holds, and what it holds beside where that was asked for.
 _RESULT = {"matrix": {"logprobs", "response_logprobs", "rows", "shape", "meta"}, "label": {"logprobs", "meta"}}
-_ASKED = {"matrix": ({"top_k", "top_ids", "top_logprobs"}, {"tail_logprob"}, {"entropy"}), "label": ()}
+_ASKED = {"matrix": ({"top_k", "top_ids", "top_logprobs"}, {"tail_logprob"}, {"entropy"}, {"rank"}), "label": ()}
 _NO_SCORES, _NO_ROWS = np.zeros(0, np.float32), np.zeros(0, np.int64)
 
 
@@ -535,6 +540,8 @@ def _result(score: Any) -> dict[str, Any]:
         for name in ("tail_logprob", "entropy"):
             if (values := getattr(score, name)) is not None:
                 result[name] = _numbers(values)
+        if score.rank is not None:
+            result["rank"] = score.rank.tolist()
     return {**result, "meta": score.meta.to_dict()}
 
 
@@ -581,10 +588,10 @@ def _flat(values: Any, n: int, k: int, read: int) -> list:
     return list(itertools.chain.from_iterable(values))
 
 
-def _ids(values: list, read: int) -> np.ndarray:
-    """int64 [n] of ids that float32 holds exactly."""
+def _ids(values: list, read: int, name: str = "top_ids") -> np.ndarray:
+    """int64 [n] of ids, or of ranks, that float32 holds exactly."""
     if not set(map(type, values)) <= {int} or not 0 <= min(values, default=0) <= max(values, default=0) <= LARGEST_ID:
-        raise WrongEngineAnswer(f"top_ids are integers from 0 to {LARGEST_ID}", read=read)
+        raise WrongEngineAnswer(f"{name} are integers from 0 to {LARGEST_ID}", read=read)
     return np.array(values, dtype=np.int64)
 
 
@@ -597,7 +604,7 @@ def _block(result: dict[str, Any], read: int) -> tuple[np.ndarray, np.ndarray, C
         raise WrongEngineAnswer(f"top_k is {short(top_k)}; it is a number", read=read)
     if not _naturals(result["rows"], n):
         raise WrongEngineAnswer(f"shape says {n} rows; there are others", read=read)
-    columns = Columns(k, top_k, "tail_logprob" in result, "entropy" in result)
+    columns = Columns(k, top_k, "tail_logprob" in result, "entropy" in result, "rank" in result)
     parts = [(columns.candidates_at, _floats(_flat(result["logprobs"], n, k, read), read).reshape(n, k))]
     if "top_k" in result:
         top_ids = _ids(_flat(result["top_ids"], n, top_k, read), read)
@@ -614,6 +621,8 @@ def _block(result: dict[str, Any], read: int) -> tuple[np.ndarray, np.ndarray, C
             if len(numbers) != n:
                 raise WrongEngineAnswer(f"shape says {n} rows; {name} has {len(numbers)}", read=read)
             parts.append((at, numbers))
+    if columns.rank:
+        parts.append((columns.rank_at, _ids(_flat([result["rank"]], 1, n, read), read, "rank")))
     block = np.empty((n, columns.width), dtype=np.float32)  # as much as is in hand: nothing was taken at its word
     for at, part in parts:
         block[:, at] = part
@@ -665,7 +674,7 @@ def _check_scores(scores: MatrixScores | LabelScores) -> None:
     lengths = np.diff(scores.offsets)  # int64 [N]
     wrong = failed & (lengths > 0)
     if isinstance(scores, MatrixScores):
-        for name, bound in (("widths", 2**31), ("top_k", 2**31), ("extras", (TAIL | ENTROPY) + 1)):
+        for name, bound in (("widths", 2**31), ("top_k", 2**31), ("extras", (TAIL | ENTROPY | RANK) + 1)):
             if ((getattr(scores, name) < 0) | (getattr(scores, name) >= bound)).any():
                 raise WrongEngineAnswer(f"must lie in [0, {bound})", field=name)
         wrong |= lengths != np.diff(scores.row_offsets) * widths_of(scores.widths, scores.top_k, scores.extras)

@@ -32,8 +32,9 @@ def fill(
 
     A pad scores -inf. The tail is the logarithm of the probability of all tokens that are no candidates, summed over
     just these: -inf when the candidates are the whole vocabulary, 0 without any. The teacher's best come in the order
-    of their logits, of equal ones the smaller id first. A row with a NaN among its logits has NaN in every column but
-    those of ids and of pads.
+    of their logits, of equal ones the smaller id first. The rank of the response's own token is how many logits are at
+    least as large as its own, as upstream counts. A row with a NaN among its logits has NaN in every column but those
+    of ids, of ranks and of pads.
 
     Args:
         columns: needs `top_k <= V`.
@@ -80,6 +81,8 @@ def _fill_piece(
         best = _best(blocks, columns.top_k, scratch.block)  # int64 [n, top_k]
         out[:, columns.top_ids_at] = best
         scores.append((out[:, columns.top_logprobs_at], values.gather(1, best)))
+    if columns.rank:
+        out[:, columns.rank_at] = (values >= values.gather(1, ids[:, :1].clamp_min(0))).sum(dim=1, dtype=torch.int32)
     if as_logits:
         for place, chosen in scores:
             place.copy_(chosen)
