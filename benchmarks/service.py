@@ -102,7 +102,7 @@ class ServiceStage:
             return Reads(teacher.vocabulary, count if number else CLIENTS, half, half, HTTP_WIDTH, number).reads()
 
         with (
-            VllmServer(teacher, core, setup.folder / f"vllm-{self.teacher}.log") as theirs,
+            VllmServer(teacher.settings, core, setup.folder / f"vllm-{self.teacher}.log") as theirs,
             httpx.Client(base_url=theirs.url, timeout=600, limits=httpx.Limits(max_connections=count)) as to_them,
             httpx.Client(base_url=url, timeout=600) as to_us,
             HttpScoringClient(url) as client,

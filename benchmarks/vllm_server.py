@@ -10,15 +10,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
 import psutil
 
-from benchmarks.workloads import Measured
 from scoring.reads import MatrixRead
 from tests.serve_process import free_port
+
+if TYPE_CHECKING:
+    from scoring.engine import EngineSettings
 
 ROUTE = "/inference/v1/generate"
 _MODULE = "vllm.entrypoints.launchers.api_server.entry"
@@ -29,18 +33,24 @@ class VllmServer:
     """`vllm serve --enable-scale-out`, with an engine as a teacher's. `url` answers once the constructor returns.
 
     Its command line asks for a distribution called `vllm`, and the one for CPUs has another name: hence the module.
+
+    Args:
+        settings: of the teacher.
+        options: further ones of its command line.
     """
 
-    def __init__(self, teacher: Measured, core: int, log: Path) -> None:
+    def __init__(
+        self, settings: EngineSettings, core: int, log: Path, options: Sequence[str] = ("--skip-tokenizer-init",)
+    ) -> None:
         from scoring.engine import engine_arguments
 
-        given = engine_arguments(teacher.settings)
-        options = [f"--{name.replace('_', '-')}={given[name]}" for name in _VALUES if name in given]
+        given = engine_arguments(settings)
+        values = [f"--{name.replace('_', '-')}={given[name]}" for name in _VALUES if name in given]
         port = free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, "--host=127.0.0.1", f"--port={port}", *options, *_SWITCHES],
+                [sys.executable, "-m", _MODULE, "--host=127.0.0.1", f"--port={port}", *values, *_SWITCHES, *options],
                 env={
                     **os.environ,
                     "VLLM_CPU_OMP_THREADS_BIND": str(core),
@@ -95,7 +105,6 @@ _VALUES = ("model", "dtype", "max_model_len", "block_size", "kv_cache_memory_byt
 _SWITCHES = (
     "--enable-scale-out",
     "--enforce-eager",
-    "--skip-tokenizer-init",
     "--generation-config=vllm",
     "--disable-uvicorn-access-log",
 )

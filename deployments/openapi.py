@@ -95,7 +95,7 @@ _EXAMPLE = {
                 "response_ids": [4, 5],
                 "candidate_ids": [[4, 10], [5, 11]],
                 "top_k": 2,
-                "extras": ["tail", "entropy"],
+                "extras": ["tail", "entropy", "rank"],
             }
         ]
     },

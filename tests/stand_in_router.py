@@ -8,6 +8,7 @@ import numpy as np
 from scoring import LabelBatch, LabelScores, MatrixBatch, MatrixScores, ReadMeta, ScoringError
 from scoring.errors import UnknownTeacher
 from scoring.limits import BatchLimits, TeacherLimits
+from scoring.reads import EXTRAS
 
 NEXT_TOKEN = 77
 CHECKPOINT = "0123456789abcdef"
@@ -33,14 +34,23 @@ def entropy(row: int) -> float:
     return row + 0.5
 
 
+def rank(token: int, row: int) -> int:
+    return token + 10 * row + 1
+
+
 class StandInRouter:
     """Serves the teachers "default" and "math" with the interface of `deployments.router.Router`.
 
     Set `before` to a function that is called (and awaited, where it is a coroutine) before each read call: it may
     raise. `calls` holds what each read call was given.
+
+    Args:
+        model: the folder of both teachers' checkpoint, where it matters.
+        tokenizer: the hash of its tokenizer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str | None = None, tokenizer: str | None = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
         self.calls: list[dict] = []
         self.before: Callable = lambda: None
 
@@ -53,7 +63,7 @@ class StandInRouter:
     def info(self, name: str) -> dict:
         return {
             "teacher": name,
-            "model": f"checkpoints/{name}",
+            "model": self.model or f"checkpoints/{name}",
             "vocabulary": LIMITS.vocabulary,
             "tokenizer_size": LIMITS.tokenizer_size,
             "max_length": LIMITS.max_length,
@@ -64,7 +74,7 @@ class StandInRouter:
             "engine": "vllm 0.32.0",
             "tensor_parallel_size": 1,
             "checkpoint": CHECKPOINT,
-            "tokenizer": None,
+            "tokenizer": self.tokenizer,
             "weight_version": 0,
             "replicas": 2,
             "default": name == "default",
@@ -85,12 +95,12 @@ class StandInRouter:
         waited = self.before()
         if asyncio.iscoroutine(waited):
             await waited
-        parts = []
+        known, parts = await self.teachers(), []
         for i in range(len(batch)):
             try:
                 read = batch[i]
-                if read.teacher not in (None, "default", "math"):
-                    raise UnknownTeacher(f"is {read.teacher!r}; the teachers are default, math", field="teacher")
+                if read.teacher not in (None, *known):
+                    raise UnknownTeacher(f"is {read.teacher!r}; the teachers are {', '.join(known)}", field="teacher")
                 check(read)
                 one = scores_of(read)
             except ScoringError as error:
@@ -113,6 +123,7 @@ def _matrix_scores(read) -> MatrixScores:
             [score(token, row) for token in (own, *candidates)]
             + ([tail(row)] if "tail" in read.extras else [])
             + ([entropy(row)] if "entropy" in read.extras else [])
+            + ([rank(own, row)] if "rank" in read.extras else [])
             + [token for token, _ in best]
             + [logprob for _, logprob in best]
         )
@@ -122,7 +133,7 @@ def _matrix_scores(read) -> MatrixScores:
         offsets=np.array([0, len(values)]),
         widths=np.array([read.width]),
         top_k=np.array([read.top_k], np.int32),
-        extras=np.array([("tail" in read.extras) + 2 * ("entropy" in read.extras)], np.int32),
+        extras=np.array([sum(1 << i for i, name in enumerate(EXTRAS) if name in read.extras)], np.int32),
         rows=rows,
         row_offsets=np.array([0, len(rows)]),
         **_columns(read, len(read.prompt_ids) + len(read.response_ids)),

@@ -33,6 +33,7 @@ from deployments.trainers import slime, trl, verl
 from scoring import LabelRead, MatrixBatch, MatrixRead, score_file
 from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, UnknownTeacher, VersionMismatch
 from scoring.http_client import HttpScoringClient
+from scoring.reads import EXTRAS
 from scoring.wire import encode_batch
 from tests.oracle import hf_logprobs
 from tests.serve_process import ServeProcess, outstanding_tokens, two_replicas_of
@@ -147,21 +148,26 @@ def check_asked(read, score, due):
         else:
             assert (given.dtype, given.shape) == (np.float32, (len(due),))
             assert np.abs(given - expected[name]).max(initial=0) <= LIMIT
+    assert (score.rank is not None) == ("rank" in read.extras)
+    if score.rank is not None:  # two logits as near as rounding may count either way
+        own = np.take_along_axis(due, read.response_ids[rows][:, None].astype(int), 1)
+        assert (score.rank > (due > own + LIMIT).sum(axis=1)).all()
+        assert (score.rank <= (due >= own - LIMIT).sum(axis=1)).all()
 
 
 def test_what_is_asked_beside_the_candidates_comes_through_every_way_in(client, actor, http, application, tiny_model):
-    asked = [{"top_k": 7, "extras": ("tail", "entropy")}, {"top_k": 3}, {"extras": "tail"}, {"extras": "entropy"}]
+    asked = [{"top_k": 7, "extras": EXTRAS}, {"top_k": 3, "extras": "rank"}, {"extras": "tail"}, {"extras": "entropy"}]
     reads = [
         MatrixRead(read.prompt_ids, read.response_ids, read.candidate_ids, **more)
         for read, more in zip(make_reads(8, seed=4), asked * 2, strict=True)
     ]
     reads += [
         MatrixRead([1, 2], [3, 4, 5], rows=[2, 0], top_k=4),  # the usual way to the teacher's own best
-        MatrixRead([1, 2], [], [8, 9], top_k=5, extras=("tail", "entropy")),
+        MatrixRead([1, 2], [], [8, 9], top_k=5, extras=EXTRAS),
         MatrixRead([1, 2], [3, 4], [[8, 9], [7, 6]]),
     ]
     plain = ray.get(actor.read_matrix.remote(reads))
-    names = ("logprobs", "top_ids", "top_logprobs", "tail_logprob", "entropy")
+    names = ("logprobs", "top_ids", "top_logprobs", "tail_logprob", "entropy", "rank")
     with HttpScoringClient(application.url, binary=False) as json_client:
         ways = {
             "client": client.read_matrix(reads),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
 from scoring.errors import InvalidRead, ScoringError
+from scoring.reads import EXTRAS
 
 IDS = st.integers(0, 2**31 - 1)
 OPTIONS = {
@@ -34,7 +35,7 @@ def matrix_reads(draw) -> dict:
         "candidate_ids": draw(st.one_of(kinds)),
         "rows": draw(st.none() | st.permutations(range(len(response))).map(lambda rows: rows[::2])),
         "top_k": draw(st.integers(0, 3)),
-        "extras": draw(st.sampled_from([(), ("tail",), ("entropy",), ("tail", "entropy")])),
+        "extras": draw(st.sampled_from([(), ("tail",), ("entropy",), ("tail", "entropy"), ("rank",), EXTRAS])),
         "unknown_candidates": draw(st.sampled_from(["raise", "-inf"])),
         **{name: draw(values) for name, values in OPTIONS.items()},
     }
@@ -84,7 +85,8 @@ def test_a_batch_holds_the_matrix_reads_it_was_made_from(reads):
     spans = [max(n) - min(n) + 1 if n else 0 for n in rows]
     assert batch.answer_bytes().tolist() == [4 * span * width for span, width in zip(spans, widths, strict=True)]
     assert [read.columns.width for read in batch] == widths
-    assert batch.extras().tolist() == [("tail" in r["extras"]) + 2 * ("entropy" in r["extras"]) for r in reads]
+    bits = {"tail": 1, "entropy": 2, "rank": 4}
+    assert batch.extras().tolist() == [sum(bits[name] for name in r["extras"]) for r in reads]
 
 
 @given(st.lists(label_reads(), max_size=6))

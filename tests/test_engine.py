@@ -201,9 +201,11 @@ def test_an_answer_of_another_kind_is_an_error_that_says_how_it_is_wrong(values,
         check_matrix_answer(values, IDS, Columns(2))
 
 
-ALL = Columns(1, top_k=2, tail=True, entropy=True)
+ALL = Columns(1, top_k=2, tail=True, entropy=True, rank=True)
 ALL_IDS = np.array([[5, 6], [-1, -1], [7, 8]], np.int32)
-ALL_RIGHT = np.array([[-1, -2, -0.5, 1.5, 6, 9, -2, -3], [-np.inf] * 8, [-1, -2, -np.inf, 0, 8, 0, 0, -9]], np.float32)
+ALL_RIGHT = np.array(
+    [[-1, -2, -0.5, 1.5, 3, 6, 9, -2, -3], [-np.inf] * 9, [-1, -2, -np.inf, 0, 2, 8, 0, 0, -9]], np.float32
+)
 
 
 def test_an_answer_of_all_columns_is_passed_on_with_rows_that_were_not_asked_for_in_between():
@@ -215,6 +217,7 @@ def test_an_answer_of_all_columns_is_passed_on_with_rows_that_were_not_asked_for
     [
         (ALL.tail_at, np.nan, "NaN at row 2 tail_logprob"),
         (ALL.entropy_at, np.nan, "NaN at row 2 entropy"),
+        (ALL.rank_at, np.nan, "NaN at row 2 rank"),
         (ALL.top_ids_at.start, np.nan, "NaN at row 2 top_ids col 0"),
         (ALL.width - 1, np.nan, "NaN at row 2 top_logprobs col 1"),
     ],
@@ -227,7 +230,7 @@ def test_a_nan_in_any_column_is_an_error_that_names_it(column, value, message):
 
 
 def test_an_answer_of_vllms_own_gather_where_more_was_asked_for_is_an_error_that_says_so():
-    with pytest.raises(WrongEngineAnswer, match=r"shape \[3, 2\]; \[3, 8\] is due \(vLLM's own gather has answered"):
+    with pytest.raises(WrongEngineAnswer, match=r"shape \[3, 2\]; \[3, 9\] is due \(vLLM's own gather has answered"):
         check_matrix_answer(ALL_RIGHT[:, :2], ALL_IDS, ALL)
 
 

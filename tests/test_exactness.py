@@ -20,6 +20,7 @@ from scoring.batches import MatrixBatch
 from scoring.divergence import forward_kl, jsd, k1, reverse_kl, student_scores
 from scoring.engine import TeacherEngine
 from scoring.errors import SelfTestFailed
+from scoring.reads import EXTRAS
 from tests import golden_read
 from tests.engine_process import EngineProcess
 from tests.oracle import hf_logprobs
@@ -98,6 +99,9 @@ def assert_asked(score, table: torch.Tensor, read: dict, tolerance: float) -> No
             assert score.tail_logprob[r] == pytest.approx(tail, abs=tolerance)
         if score.entropy is not None:
             assert score.entropy[r] == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), abs=tolerance)
+        if score.rank is not None:  # two logits as near as rounding may count either way
+            own = logprobs[read["response_ids"][row]]
+            assert (logprobs > own + tolerance).sum() < score.rank[r] <= (logprobs >= own - tolerance).sum()
         if score.top_ids is not None:
             # Two logits as near as rounding may come in either order, so ids are held to what they score.
             top_ids = score.top_ids[r]
@@ -105,8 +109,8 @@ def assert_asked(score, table: torch.Tensor, read: dict, tolerance: float) -> No
             np.testing.assert_allclose(score.top_logprobs[r], logprobs[top_ids], rtol=0, atol=tolerance)
             best = -np.sort(-logprobs)[: len(top_ids)]
             np.testing.assert_allclose(score.top_logprobs[r], best, rtol=0, atol=tolerance)
-    for name in ("tail", "entropy"):
-        found = score.tail_logprob if name == "tail" else score.entropy
+    for name in EXTRAS:
+        found = score.tail_logprob if name == "tail" else getattr(score, name)
         assert (found is not None) == (name in read.get("extras", ()))
     assert (score.top_ids is not None) == bool(read.get("top_k"))
 
@@ -267,7 +271,8 @@ ASKED = [
     {"extras": ("entropy",)},
     {"top_k": 5},
     {"extras": ("tail", "entropy"), "top_k": 1},
-    {"extras": ("tail", "entropy"), "top_k": 200},
+    {"extras": EXTRAS, "top_k": 200},
+    {"extras": ("rank",), "top_k": 3},
 ]
 
 
@@ -310,7 +315,7 @@ def test_rows_score_the_same_with_a_product_of_the_head_for_all_and_with_one_for
 def test_what_else_is_asked_for_does_not_change_a_candidates_bits(tiny):
     read = {"prompt_ids": ids(40), "response_ids": ids(50, 1), "candidate_ids": candidates_of(50, 6)}
     (plain,) = tiny.read_matrix([MatrixRead(**read)])
-    (more,) = tiny.read_matrix([MatrixRead(**read, top_k=8, extras=("tail", "entropy"))])
+    (more,) = tiny.read_matrix([MatrixRead(**read, top_k=8, extras=EXTRAS)])
     assert more.logprobs.tolist() == plain.logprobs.tolist()
     assert more.response_logprobs.tolist() == plain.response_logprobs.tolist()
     (best,) = tiny.read_matrix([MatrixRead(ids(40), ids(50, 1), more.top_ids)])

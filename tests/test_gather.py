@@ -63,6 +63,8 @@ def expected(logits: torch.Tensor, ids: torch.Tensor, columns: Columns) -> np.nd
         if columns.entropy:
             possible = logprobs[logprobs > -INF]
             row[columns.entropy_at] = -(np.exp(possible) * possible).sum()
+        if columns.rank:
+            row[columns.rank_at] = (values >= values[max(its_ids[0], 0)]).sum()
         best = np.lexsort([np.arange(len(values)), -values])[: columns.top_k]
         row[columns.top_ids_at], row[columns.top_logprobs_at] = best, logprobs[best]
     return answer
@@ -79,6 +81,8 @@ def filled(logits: torch.Tensor, ids: torch.Tensor, columns: Columns, **options:
 def check(logits: torch.Tensor, ids: torch.Tensor, columns: Columns, tolerance: float = EXACT) -> np.ndarray:
     found, due = filled(logits, ids, columns), expected(logits, ids, columns)
     np.testing.assert_array_equal(found[:, columns.top_ids_at], due[:, columns.top_ids_at])
+    if columns.rank:
+        np.testing.assert_array_equal(found[:, columns.rank_at], due[:, columns.rank_at])
     np.testing.assert_allclose(found, due, rtol=0, atol=tolerance)
     return found
 
@@ -99,16 +103,17 @@ def check(logits: torch.Tensor, ids: torch.Tensor, columns: Columns, tolerance: 
     ],
 )
 def test_all_columns_are_what_float64_says(dtype, n, vocabulary, width, top_k):
-    columns = Columns(width, top_k, tail=True, entropy=True)
+    columns = Columns(width, top_k, tail=True, entropy=True, rank=True)
     check(random_logits(n, vocabulary, dtype), random_ids(n, width, vocabulary), columns)
 
 
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("rank", [False, True])
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("width", [0, 4])
-def test_what_is_asked_for_stands_in_its_columns(tail, entropy, top_k, width):
-    columns = Columns(width, top_k, tail, entropy)
+def test_what_is_asked_for_stands_in_its_columns(tail, entropy, rank, top_k, width):
+    columns = Columns(width, top_k, tail, entropy, rank)
     check(random_logits(9, 500, torch.float32), random_ids(9, width, 500), columns)
 
 
@@ -124,7 +129,18 @@ def test_a_large_teachers_ids_come_out_exactly():
 def test_equal_logits_come_by_their_ids(levels, top_k):
     """Also where many tokens share the last place that is answered."""
     logits = torch.randint(0, levels, (6, 640), generator=rng(2)).bfloat16()
-    check(logits, random_ids(6, 2, 640), Columns(2, top_k))
+    check(logits, random_ids(6, 2, 640), Columns(2, top_k, rank=True))
+
+
+def test_a_rank_counts_as_vllms_own_kernel_does():
+    """Tokens with the same logit count, before and after: of the largest of five equal ones the rank is 5."""
+    logits = random_logits(40, 3000, torch.bfloat16)  # many ties
+    ids, due = random_ids(40, 0, 3000), torch.zeros(40, dtype=torch.int64)
+    logprob.ranks(due, logits, 3000, ids[:, 0], 3000, 8192)
+    assert filled(logits, ids, Columns(0, rank=True))[:, 1].tolist() == due.tolist()
+    assert due.tolist() != [1 + int((row > row[i]).sum()) for row, i in zip(logits, ids[:, 0], strict=True)]
+    flat = torch.zeros(1, 5)
+    assert filled(flat, torch.tensor([[3]]), Columns(0, rank=True), as_logits=True).tolist() == [[0, 5]]
 
 
 def test_zero_and_minus_zero_are_equal():
@@ -291,7 +307,7 @@ class Steps:
         assert np.isneginf(answer[~asked]).all()
 
 
-ALL = Columns(3, 4, tail=True, entropy=True)
+ALL = Columns(3, 4, tail=True, entropy=True, rank=True)
 
 
 def test_a_request_in_one_step():

@@ -82,7 +82,7 @@ def test_a_matrix_read_in_json(api):
 
 
 def test_what_the_teacher_thinks_beside_the_candidates_in_json(api):
-    asked = {"top_k": 2, "extras": ["entropy", "tail"], "rows": [1]}
+    asked = {"top_k": 2, "extras": ["rank", "entropy", "tail"], "rows": [1]}
     response = api.post("/v1/matrix-reads", json={"reads": [MATRIX | asked, MATRIX | {"extras": "tail"}, MATRIX]})
     everything, tail_only, plain = response.json()["results"]
     assert everything["logprobs"] == [[-7.125, None]]
@@ -91,6 +91,7 @@ def test_what_the_teacher_thinks_beside_the_candidates_in_json(api):
     assert everything["top_logprobs"] == [[-5.125, -6.125]]
     assert everything["tail_logprob"] == [-1001.0]
     assert everything["entropy"] == [1.5]
+    assert everything["rank"] == [15]
     assert tail_only["tail_logprob"] == [-1000.0, -1001.0]
     assert tail_only.keys() - plain.keys() == {"tail_logprob"}
     assert plain.keys() == {"logprobs", "response_logprobs", "rows", "shape", "meta"}

@@ -414,9 +414,15 @@ def test_ids_that_float32_does_not_hold_are_not_promised():
         large.check_matrix(MatrixRead([5], [6], top_k=1))
 
 
+def test_a_vocabulary_whose_ranks_float32_does_not_hold_gives_none():
+    replace(LIMITS, vocabulary=2**24).check_matrix(MatrixRead([5], [6], extras="rank"))
+    with pytest.raises(InvalidRead, match="extras: asks for rank; this teacher's vocabulary has 16777217 ids"):
+        replace(LIMITS, vocabulary=2**24 + 1).check_matrix(MatrixRead([5], [6], extras="rank"))
+
+
 def test_logits_have_no_tail_and_no_entropy():
     logits = replace(LIMITS, scores="logits")
-    logits.check_matrix(MatrixRead([5], [6], [7], top_k=2))
+    logits.check_matrix(MatrixRead([5], [6], [7], top_k=2, extras="rank"))
     with pytest.raises(InvalidRead, match="extras: asks for tail and entropy; this teacher answers with logits"):
         logits.check_matrix(MatrixRead([5], [6], [7], extras=("tail", "entropy")))
 

@@ -5,7 +5,7 @@ The model is a plain list with one entry per read: a block of numbers with its r
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def meta(version: int) -> ReadMeta:
 @dataclass
 class Answer:
     """What one read is answered with: `block` float32 [n, 1 + K], the response's own token first; and where it was
-    asked for, `top` (ids and numbers, [n, top_k] each), `tail` and `entropy`, [n]."""
+    asked for, `top` (ids and numbers, [n, top_k] each), `tail`, `entropy` and `rank`, [n]."""
 
     block: np.ndarray
     rows: list[int]
@@ -44,11 +44,13 @@ class Answer:
     top: tuple[np.ndarray, np.ndarray] | None = None
     tail: np.ndarray | None = None
     entropy: np.ndarray | None = None
+    rank: np.ndarray | None = None
 
     def row(self, r: int) -> list[float]:
         """Everything of one row, in the order in which it travels."""
         ids, logprobs = ([], []) if self.top is None else (part[r] for part in self.top)
-        return [*self.block[r], *(part[r] for part in (self.tail, self.entropy) if part is not None), *ids, *logprobs]
+        extras = (part[r] for part in (self.tail, self.entropy, self.rank) if part is not None)
+        return [*self.block[r], *extras, *ids, *logprobs]
 
     def named(self) -> dict[str, np.ndarray | None]:
         ids, logprobs = self.top or (None, None)
@@ -59,6 +61,7 @@ class Answer:
             "top_logprobs": logprobs,
             "tail_logprob": self.tail,
             "entropy": self.entropy,
+            "rank": self.rank,
         }
 
 
@@ -69,10 +72,10 @@ def numbers(rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 @st.composite
-def answers(draw, asked: tuple[int, int, bool, bool] | None = None) -> Answer:
-    """`asked`: K, top_k, whether there is a tail, and an entropy; None for any."""
+def answers(draw, asked: tuple[int, int, bool, bool, bool] | None = None) -> Answer:
+    """`asked`: K, top_k, whether there is a tail, an entropy, and a rank; None for any."""
     rows = draw(st.integers(0, 4))
-    k, top_k, tail, entropy = asked or draw(ASKED)
+    k, top_k, tail, entropy, rank = asked or draw(ASKED)
     seed = draw(st.integers(0, 10**6))
     ids = np.random.default_rng(seed).integers(0, 2**24, (rows, top_k), dtype=np.int32, endpoint=True)
     return Answer(
@@ -83,10 +86,11 @@ def answers(draw, asked: tuple[int, int, bool, bool] | None = None) -> Answer:
         top=(ids, numbers(rows, top_k, seed + 1)) if top_k else None,
         tail=numbers(rows, 1, seed + 2)[:, 0] if tail else None,
         entropy=-numbers(rows, 1, seed + 3)[:, 0].clip(-15) if entropy else None,
+        rank=np.random.default_rng(seed).integers(1, 2**24, rows, dtype=np.int32, endpoint=True) if rank else None,
     )
 
 
-ASKED = st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())
+ASKED = st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans(), st.booleans())
 
 
 def failures() -> st.SearchStrategy[ScoringError]:
@@ -102,7 +106,9 @@ def matrix_scores(model: list[Answer | ScoringError]) -> MatrixScores:
         offsets=np.cumsum([0, *(sum(len(a.row(r)) for r in range(len(a.rows))) for a in alive)]),
         widths=np.array([a.block.shape[1] - 1 for a in alive], np.int64),
         top_k=np.array([0 if a.top is None else a.top[0].shape[1] for a in alive], np.int32),
-        extras=np.array([(a.tail is not None) + 2 * (a.entropy is not None) for a in alive], np.int32),
+        extras=np.array(
+            [(a.tail is not None) + 2 * (a.entropy is not None) + 4 * (a.rank is not None) for a in alive], np.int32
+        ),
         rows=np.array([r for a in alive for r in a.rows], np.int64),
         row_offsets=np.cumsum([0, *(len(a.rows) for a in alive)]),
         prompt_tokens=np.array([a.prompt_tokens for a in alive], np.int32),
@@ -280,12 +286,13 @@ def test_scores_become_tensors_of_their_own(model):
 @given(st.lists(answers() | failures(), max_size=5))
 def test_the_plain_form_holds_the_same_answers_and_none_where_a_read_failed(model):
     plain = matrix_scores(model).to_dict()
-    names = {"logprobs", "response_logprobs", "rows", "top_ids", "top_logprobs", "tail_logprob", "entropy", "meta"}
+    names = {*(field.name for field in fields(MatrixScore))}
+    assert {"logprobs", "response_logprobs", "rows", "meta"} < names
     assert set(plain) == {*names, "errors", "schema_version"}
     assert plain["schema_version"] == 1
     for i, due in enumerate(model):
         if isinstance(due, ScoringError):
-            assert [plain[name][i] for name in names] == [None] * 8
+            assert [plain[name][i] for name in names] == [None] * len(names)
             assert plain["errors"][i] == due.at(i).to_dict()
         else:
             assert i not in plain["errors"]

@@ -21,6 +21,7 @@ from scoring import (
     ScoringError,
 )
 from scoring.errors import InvalidRead, Overloaded, WrongEngineAnswer
+from scoring.reads import EXTRAS
 from scoring.wire import (
     batch_to_json,
     decode_batch,
@@ -60,7 +61,7 @@ def matrix_reads(draw) -> MatrixRead:
         candidates,
         rows=rows,
         top_k=draw(st.integers(0, 5)),
-        extras=draw(st.sampled_from([(), ("tail",), ("tail", "entropy")])),
+        extras=draw(st.sampled_from([(), ("tail",), ("tail", "entropy"), ("rank",), EXTRAS])),
         unknown_candidates=draw(st.sampled_from(["raise", "-inf"])),
         **{name: draw(values) for name, values in OPTIONS.items()},
     )
@@ -90,7 +91,7 @@ def answers(draw) -> tuple[str, MatrixScores | LabelScores]:
     kind = draw(st.sampled_from(["matrix", "label"]))
     pieces, rows, asked, metas, errors = [], [], [], [], {}
     for i in range(draw(st.integers(0, 4))):
-        n, k, top_k, extras = (draw(st.integers(0, 3)) for _ in range(4))
+        n, k, top_k, extras = (draw(st.integers(0, most)) for most in (3, 3, 3, 7))
         error = draw(st.none() | ERRORS)
         if error is not None:
             errors[i], n, k, top_k, extras = error.at(i), 0, 0, 0, 0
@@ -98,7 +99,11 @@ def answers(draw) -> tuple[str, MatrixScores | LabelScores]:
         if kind == "matrix":
             ids = st.lists(st.integers(0, 2**24), min_size=top_k, max_size=top_k)
             row = st.tuples(
-                *[SCORE] * (1 + k + (extras & 1)), *[st.floats(0, 99, width=32)] * (extras >> 1), ids, *[SCORE] * top_k
+                *[SCORE] * (1 + k + (extras & 1)),
+                *[st.floats(0, 99, width=32)] * (extras >> 1 & 1),
+                *[st.integers(1, 2**24)] * (extras >> 2),
+                ids,
+                *[SCORE] * top_k,
             ).map(lambda row: [x for part in row for x in (part if isinstance(part, list) else [part])])
             piece = [x for _ in range(n) for x in draw(row)]
         else:
@@ -224,8 +229,8 @@ def test_pieces_of_an_answer_from_outside_are_put_together_again(answer, data):
 
 
 def test_what_was_asked_beside_the_candidates_in_json(one_answer):
-    """One row: own token, two candidates, tail, entropy, two ids, their numbers."""
-    scores = one_answer(1, 2, top_k=2, extras=3, values=[-1, -2, -np.inf, -4, 0.5, 2**24, 7, -0.25, -np.inf])
+    """One row: own token, two candidates, tail, entropy, rank, two ids, their numbers."""
+    scores = one_answer(1, 2, top_k=2, extras=7, values=[-1, -2, -np.inf, -4, 0.5, 9, 2**24, 7, -0.25, -np.inf])
     result = through_json(scores_to_json(scores))["results"][0]
     assert result.pop("meta")["teacher"] == "default"
     assert result == {
@@ -238,8 +243,9 @@ def test_what_was_asked_beside_the_candidates_in_json(one_answer):
         "top_logprobs": [[-0.25, None]],
         "tail_logprob": [-4.0],
         "entropy": [0.5],
+        "rank": [9],
     }
-    assert all(type(x) is int for x in result["top_ids"][0])
+    assert all(type(x) is int for x in result["top_ids"][0] + result["rank"])
 
 
 @pytest.mark.parametrize(
@@ -250,10 +256,17 @@ def test_what_was_asked_beside_the_candidates_in_json(one_answer):
     ],
 )
 def test_what_was_asked_of_no_rows_keeps_its_widths(through, one_answer):
-    (score,) = through(one_answer(0, 3, top_k=5, extras=3, values=[]))
+    (score,) = through(one_answer(0, 3, top_k=5, extras=7, values=[]))
     assert (score.logprobs.shape, score.response_logprobs.shape, score.rows.shape) == ((0, 3), (0,), (0,))
     assert (score.top_ids.shape, score.top_logprobs.shape) == ((0, 5), (0, 5))
-    assert (score.tail_logprob.shape, score.entropy.shape) == ((0,), (0,))
+    assert (score.tail_logprob.shape, score.entropy.shape, score.rank.shape) == ((0,), (0,), (0,))
+
+
+@pytest.mark.parametrize("bad", [-np.inf, -1.0, 0.0, 1.5, 2**24 + 2])
+@pytest.mark.parametrize("encode", [encode_scores, scores_to_json, encode_json])
+def test_a_rank_that_is_no_rank_is_an_error_that_names_its_row(encode, bad, one_answer):
+    with pytest.raises(WrongEngineAnswer, match=f"read 0: the rank at row 1 is {bad}"):
+        encode(one_answer(2, 1, extras=4, values=[-1, -2, 2048, -1, -2, bad]))
 
 
 @pytest.mark.parametrize("bad", [-np.inf, -1.0, 0.5, 2**24 + 2])
@@ -639,7 +652,7 @@ def test_the_unchanged_header_passes(label_request):
         ("prompt_lens", [2, 2**62, 0]),
         ("widths", [2, 2**62, 0]),  # times 4 rows, it overflows to 0
         ("widths", [2, -1, 0]),
-        ("modes", [64, 0, 0]),
+        ("modes", [128, 0, 0]),
         ("modes", [2, 0, 0]),  # says that candidates were left out; they are there
         ("teacher_index", [0, 0, 1]),
         ("teacher_index", [0, -1, 0]),

@@ -150,29 +150,37 @@ def _parse(body: Mapping[str, Any]) -> _Asked:
 
 
 def _prompts(value: Any) -> tuple[list[str], list[np.ndarray]]:
-    """The texts, or the ids, of a prompt or of several."""
+    """The texts, or the ids, of a prompt or of several. `param` of a wrong one is its first item, as it is there, where
+    a list is tried as ids first."""
     if isinstance(value, str):
         return [value], []
     if not isinstance(value, list) or not value:
         raise malformed(f"prompt is {short(value)}; it is a text, a list of ids, or a list of either", "body.prompt")
-    kinds = set(map(type, value))
-    if kinds == {int}:
-        return [], [dialect.token_ids(value, "prompt")]
+    if dialect.first_no_integer(value) is None:
+        return [], [_ids(value, "prompt", "body.prompt.{}")]
     if len(value) > _MOST_PROMPTS:
         raise Refusal(
             f"prompt list length {len(value)} exceeds the maximum allowed count of {_MOST_PROMPTS}.", "prompt"
         )
-    if kinds == {str}:
+    if set(map(type, value)) == {str}:
         return value, []
-    if kinds == {list}:
-        return [], [dialect.token_ids(ids, f"prompt.{i}") for i, ids in enumerate(value)]
-    wrong = next(i for i, item in enumerate(value) if type(item) is not type(value[0]) or type(item) not in _PROMPTS)
-    raise malformed(
-        f"prompt[{wrong}] is {short(value[wrong])}; prompts are all texts, or all ids", f"body.prompt.{wrong}"
-    )
+    if set(map(type, value)) == {list}:
+        return [], [_ids(ids, f"prompt[{i}]", "body.prompt.0") for i, ids in enumerate(value)]
+    wrong = dialect.first_no_integer(value)
+    raise malformed(f"prompt[{wrong}] is {short(value[wrong])}; all are texts, or all ids", f"body.prompt.{wrong}")
 
 
-_PROMPTS = (int, str, list)
+def _ids(value: list, name: str, param: str) -> np.ndarray:
+    """int32 [T] of a prompt."""
+    wrong = dialect.first_no_integer(value)
+    if wrong is None:
+        wrong = next((i for i, x in enumerate(value) if x < 0), None)
+    if wrong is not None:
+        raise malformed(f"{name}[{wrong}] is {short(value[wrong])}; ids are integers from 0", param.format(wrong))
+    if not value:
+        raise Refusal(f"{name} is empty; a prompt has at least one token")
+    return dialect.token_ids(value, name)
+
 
 _TYPES: dict[str, dialect.Types] = {
     **dict.fromkeys(("request_id", "mm_payload"), TEXT),

@@ -112,7 +112,7 @@ def _parse(body: Mapping[str, Any]) -> _Asked:
         Refusal: as vLLM does, or for a field that would change the answer.
     """
     dialect.require(body, "token_ids", "sampling_params")
-    token_ids = dialect.token_ids(body["token_ids"], "token_ids")
+    token_ids = _token_ids(body["token_ids"])
     dialect.check_types(body, _FIELDS)
     params = body["sampling_params"]
     if not isinstance(params, dict):
@@ -143,6 +143,17 @@ def _parse(body: Mapping[str, Any]) -> _Asked:
         request_id=body.get("request_id"),
         return_token_ids=bool(body.get("return_token_ids")),
     )
+
+
+def _token_ids(value: Any) -> np.ndarray:
+    """int32 [T]"""
+    if not isinstance(value, list) or not value:
+        raise malformed(f"token_ids is {short(value)}; it is a list of at least one integer", "body.token_ids")
+    if (wrong := dialect.first_no_integer(value)) is not None:
+        raise malformed(f"token_ids[{wrong}] is {short(value[wrong])}; ids are integers", f"body.token_ids.{wrong}")
+    if min(value) < 0:
+        raise malformed("token_ids must not contain negative values", "body.token_ids")
+    return dialect.token_ids(value, "token_ids")
 
 
 _FIELDS: dict[str, dialect.Types] = {
@@ -271,7 +282,7 @@ def _answer(asked: _Asked, score: MatrixScore, token: int, request_id: str, toke
                 "token_ids": [token],
                 "routed_experts": None,
                 "sampling_mask": None,
-                "weight_versions": None,
+                "weight_versions": [{"version": str(score.meta.weight_version or "default"), "start": 0, "end": 1}],
                 "logprobs": None,
             }
         ],

@@ -100,15 +100,16 @@ def _parse(body: Mapping[str, Any]) -> _Asked:
     dialect.check_types(body, _TYPES)
     dialect.check_common({"priority": body.get("priority", 0)})
     query, items, labels = body["query"], body["items"], body["label_token_ids"]
+    # `param` of a wrong value is where it is no text, as it is there, where texts are tried first.
     if isinstance(query, list):
-        _check_ids(query, "query")
-    kinds = set(map(type, items))
-    if not (kinds <= {str} or kinds <= {list}):
-        raise malformed(f"items is {short(items)}; they are all texts, or all lists of ids", "body.items.0")
+        _check_ids(query, "query", "body.query")
+    first = next((i for i, item in enumerate(items) if not isinstance(item, str)), 0)
+    if not set(map(type, items)) <= {type(items[first]) if items else None} & {str, list}:
+        raise malformed(f"items is {short(items)}; they are all texts, or all lists of ids", f"body.items.{first}")
     for i, item in enumerate(items):
         if isinstance(item, list):
-            _check_ids(item, f"items.{i}")
-    _check_ids(labels, "label_token_ids")
+            _check_ids(item, f"items[{i}]", "body.items.0")
+    _check_ids(labels, "label_token_ids", "body.label_token_ids.{}")
     if not labels:
         raise Refusal("label_token_ids must contain at least one token ID.")
     if not items:
@@ -137,9 +138,9 @@ _TYPES: dict[str, dialect.Types] = {
 }
 
 
-def _check_ids(ids: list, name: str) -> None:
+def _check_ids(ids: list, name: str, param: str) -> None:
     if (wrong := dialect.first_no_integer(ids)) is not None:
-        raise malformed(f"{name}.{wrong} is {short(ids[wrong])}; ids are integers", f"body.{name}.{wrong}")
+        raise malformed(f"{name}[{wrong}] is {short(ids[wrong])}; ids are integers", param.format(wrong))
 
 
 def _check_labels(labels: Mapping[int, None], vocabulary: int) -> None:

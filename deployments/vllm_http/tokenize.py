@@ -66,6 +66,8 @@ def _parse_text(body: Mapping[str, Any]) -> _Asked:
     common = {"return_token_strs": bool(body.get("return_token_strs")), "model": body.get("model") or None}
     if not chat:
         return _Asked([body["prompt"]], None, body.get("add_special_tokens", True), **common)
+    if body.get("chat_template") is not None:
+        raise Refusal("chat_template is given; the template is the checkpoint's")
     prompted, continued = body.get("add_generation_prompt", True), body.get("continue_final_message", False)
     if continued and body.get("add_generation_prompt"):
         raise Refusal("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
@@ -84,7 +86,7 @@ def _messages(messages: list) -> tuple[list[str], list[str]]:
     """The roles and the texts of a conversation."""
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise malformed(f"messages[{i}] is {short(message)}; a message is an object", f"body.messages.{i}")
+            raise malformed(f"messages[{i}] is {short(message)}; a message is an object", "body.prompt")
         if not isinstance(message.get("role"), str) or message["role"] == "developer":
             raise Refusal(f"messages[{i}].role is {short(message.get('role'))}; allowed are roles of the template")
         if not isinstance(message.get("content"), str):
@@ -106,7 +108,6 @@ _CHAT_TYPES: dict[str, dialect.Types] = {
     "chat_template_kwargs": or_null(OBJECT),
 }
 _NEUTRAL: dict[str, tuple] = {
-    "chat_template": (None,),
     "tools": (None, []),
     "media_io_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),

@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.sampling_params import SamplingParams
 
 from deployments.ingress import build_api
-from deployments.vllm_routes import _NEUTRAL, vllm_routes
+from deployments.vllm_http.generate import _NEUTRAL
 from scoring.errors import DeadlineExceeded, Overloaded, TeacherUnavailable, WrongEngineAnswer
 from tests.stand_in_router import BATCH_LIMITS, LIMITS, NEXT_TOKEN, StandInRouter
 
@@ -182,13 +182,6 @@ def test_model_is_a_teacher_or_its_checkpoint_or_nothing(api, model, teacher):
     assert api.post(ROUTE, json=body(fields={"model": model})).json()["model"] == teacher
 
 
-def test_routes_of_one_teacher_ask_that_one(router):
-    app = FastAPI()
-    app.include_router(vllm_routes(lambda: router, BATCH_LIMITS, teacher="math"), prefix="/teachers/math")
-    response = TestClient(app).post("/teachers/math" + ROUTE, json=body(fields={"model": "whatever"}))
-    assert response.json()["model"] == "math"
-
-
 # ---------------------------------------------------------------- refusals
 
 
@@ -282,7 +275,6 @@ MORE_THAN_SCORES = {
     "stop_token_ids": [5],
     "bad_words": ["x"],
     "logprobs": 5,
-    "prompt_logprobs": 20,
     "logprob_token_ids": [5],
     "logit_bias": {"5": 1.0},
     "allowed_token_ids": [5],
@@ -309,6 +301,7 @@ def test_no_parameter_of_vllms_is_dropped_without_a_decision():
         # what the read is made of
         "prompt_logprob_token_ids",
         "prompt_logprob_start",
+        "prompt_logprobs",
         # move only the token made at the end, or its text
         *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
