@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, held against vLLM's own: its loader, its texts beside log-probabilities, its detokenizer."""
+"""A checkpoint's tokenizer, held against vLLM's own: loader, texts beside log-probabilities, detokenizer."""
 
 import asyncio
 import json
