@@ -31,23 +31,26 @@ class Tokenizer:
         hash: names the tokenizer, as `scoring.checkpoint.tokenizer_hash` does, and a teacher's `tokenizer`.
 
     Raises:
-        NoTokenizer: there is no such folder on this machine, or no tokenizer in it that can be loaded.
+        NoTokenizer: there is no such folder on this machine, or no tokenizer in it that can be loaded. Its details say
+            `path`, and the `reason` where there is one.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._folder = Path(path)
         if not self._folder.is_dir():
-            raise NoTokenizer(f"{str(path)!r} is no folder on this machine, so text cannot be tokenised here: send ids")
+            raise NoTokenizer("the checkpoint's folder is not on this machine: send ids", path=str(path))
         self.hash = tokenizer_hash(self._folder)
         if self.hash is None:
-            raise NoTokenizer(f"the checkpoint {str(path)!r} has no tokenizer: send ids")
+            raise NoTokenizer("the checkpoint has no tokenizer: send ids", path=str(path))
         from transformers import AutoTokenizer  # takes seconds to import
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
         except Exception as error:  # whatever is wrong with its files
             reason = " ".join(str(error).split())[:300]
-            raise NoTokenizer(f"the tokenizer of {str(path)!r} could not be loaded ({reason}): send ids") from error
+            raise NoTokenizer(
+                "the checkpoint's tokenizer could not be loaded: send ids", path=str(path), reason=reason
+            ) from error
         # Turns off what truncation and padding its file asks for. From now on nothing in it changes.
         self._tokenizer.encode("")
         self._size = len(self._tokenizer)

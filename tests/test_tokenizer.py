@@ -170,7 +170,7 @@ def test_ids_that_end_a_text_are_those_of_the_checkpoints_files(tmp_path):
 
 
 def test_what_cannot_be_loaded_is_a_sentence(tmp_path):
-    with pytest.raises(NoTokenizer, match="is no folder on this machine"):
+    with pytest.raises(NoTokenizer, match="folder is not on this machine"):
         Tokenizer(tmp_path / "nothing")
     bare = make_tiny_teacher(tmp_path / "bare")  # Transformers would make an empty tokenizer up
     with pytest.raises(NoTokenizer, match="has no tokenizer: send ids"):

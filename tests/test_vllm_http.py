@@ -257,6 +257,16 @@ def test_a_label_read_is_never_truncated(api, router):
     assert api.post("/generative_scoring", json=LABEL | {"items": [[1] * 509]}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("length", "count", "limit"), [(1, 10_001, "max_batch_reads"), (500, 2001, "max_batch_tokens")]
+)
+def test_prompts_that_would_be_too_many_are_refused_before_they_are_made(api, router, length, count, limit):
+    error = refusal(api.post("/generative_scoring", json=LABEL | {"query": [1] * length, "items": [[]] * count}))
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    assert f"limits.{limit}" in error["message"]
+    assert router.calls == []
+
+
 # ---------------------------------------------------------------- text
 
 
@@ -275,8 +285,8 @@ def test_texts_are_tokenised_and_special_tokens_go_around_the_query_only(api, ro
     ("model", "tokenizer", "said"),
     [
         (None, None, "has no tokenizer: send ids"),
-        ("/nowhere/at-all", "0123", "is no folder on this machine"),
-        ("here", "0123", "holds another tokenizer"),
+        ("/nowhere/at-all", "0123", "folder is not on this machine"),
+        ("here", "0123", "has another tokenizer than the teacher"),
     ],
 )
 def test_where_a_tokenizer_is_missing_text_is_refused_and_ids_are_answered(folder, model, tokenizer, said):
@@ -296,6 +306,21 @@ def test_where_a_tokenizer_is_missing_text_is_refused_and_ids_are_answered(folde
     choice = api.post("/v1/completions", json=COMPLETE).json()["choices"][0]
     assert {entry["decoded_token"] for entry in choice["prompt_logprobs"][1].values()} == {None}
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/generative_scoring", "/tokenize"])
+def test_more_text_than_a_call_may_hold_is_refused_before_it_is_tokenised(router, route):
+    api = of(router, BatchLimits(10, 1000, 1 << 20, 1 << 20))
+    field = {"/generative_scoring": "query"}.get(route, "prompt")
+    fits, does_not = (api.post(route, json=BODIES[route] | {field: "x" * count}) for count in (1000, 1001))
+    assert "1001 characters" in refusal(does_not)["message"]
+    assert fits.status_code == 200 or "characters" not in refusal(fits)["message"]
+
+
+def test_more_ids_than_a_call_may_hold_are_not_written_as_text(router):
+    api = of(router, BatchLimits(10, 1000, 1 << 20, 1 << 20))
+    assert api.post("/detokenize", json={"tokens": [40] * 1000}).status_code == 200
+    assert "limits.max_batch_tokens" in refusal(api.post("/detokenize", json={"tokens": [40] * 1001}))["message"]
 
 
 # ---------------------------------------------------------------- refusals by name
@@ -383,6 +408,18 @@ def test_a_failure_is_one_that_vllms_clients_try_again_after(api, router, route,
     response = api.post(route, json=BODIES[route])
     assert refusal(response)["code"] == status
     assert response.headers.get("retry-after") == ("2" if isinstance(error, Overloaded) else None)
+
+
+def test_a_teacher_without_a_replica_is_unavailable_and_not_listed(folder):
+    class Gone(StandInRouter):
+        def info(self, name: str) -> dict:
+            return super().info(name) if name == "default" else {"teacher": name, "default": False, "replicas": 0}
+
+    api = of(Gone(str(folder), tokenizer_hash(folder)))
+    for route, body in BODIES.items():
+        assert refusal(api.post(f"/teachers/math{route}", json=body))["code"] == 503
+        assert api.post(route, json=body).status_code == 200
+    assert [card["id"] for card in api.get("/v1/models").json()["data"]] == ["default"]
 
 
 # ---------------------------------------------------------------- what is said of them

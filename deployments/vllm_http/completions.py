@@ -42,7 +42,9 @@ def add(routes: APIRouter, served: Served) -> None:
         tokenizer = await (served.tokenizer(info) if asked.texts else served.tokenizer_if_any(info))
         prompts = asked.prompts
         if asked.texts:
-            prompts = await dialect.tokenise(_encode, asked.texts, tokenizer, asked.add_special_tokens, info)
+            prompts = await dialect.tokenise(
+                served.limits, _encode, asked.texts, tokenizer, asked.add_special_tokens, info
+            )
         _check_lengths(prompts, info["max_length"])
         tokens = sum(map(len, prompts))
         prompt_logprobs.check_size(tokens, asked.count, served.limits)

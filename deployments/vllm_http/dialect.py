@@ -99,9 +99,19 @@ def written(document: Mapping[str, Any], **fields: str) -> str:
     return f"{json.dumps(document, allow_nan=False)[:-1]}{more}}}"
 
 
-async def tokenise(work: Callable[..., Parsed], texts: list[str], *args: Any) -> Parsed:
-    """`work(texts, *args)`, in a thread where it takes long: a tokenizer reads some MB a second."""
-    return await beside_the_loop(64 * sum(map(len, texts)), work, texts, *args)
+async def tokenise(limits: BatchLimits, work: Callable[..., Parsed], texts: list[str], *args: Any) -> Parsed:
+    """`work(texts, *args)`, in a thread where it takes long: a tokenizer reads some MB a second.
+
+    Raises:
+        Refusal: there is more text than tokens are taken in one call.
+    """
+    size = sum(map(len, texts))
+    if size > limits.max_batch_tokens:
+        raise Refusal(
+            f"{size} characters in one call; at most {limits.max_batch_tokens} are tokenised (the application's "
+            "limits.max_batch_tokens)"
+        )
+    return await beside_the_loop(64 * size, work, texts, *args)
 
 
 # ---------------------------------------------------------------- fields

@@ -18,14 +18,19 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from deployments.http_door import json_response, trace_headers
+from deployments.http_door import beside_the_loop, json_response, trace_headers
 from deployments.vllm_http import dialect
 from deployments.vllm_http.described import IDS, described
 from deployments.vllm_http.dialect import FLAG, LIST, TEXT, WHOLE, Refusal, malformed, or_null
 from deployments.vllm_http.served import Served
+from scoring.batches import LabelBatch
 from scoring.errors import InvalidRead, UnknownTeacher
+from scoring.limits import BatchLimits
 from scoring.reads import LabelRead
+from scoring.scores import LabelScores
 from scoring.tokenizer import Tokenizer
+
+_ITEM_BYTES = 4096  # what an item costs beside its ids, counted as bytes of JSON
 
 
 def add(routes: APIRouter, served: Served) -> None:
@@ -36,39 +41,18 @@ def add(routes: APIRouter, served: Served) -> None:
         teacher = await served.teacher(request, asked.model)
         info = await served.info(teacher)
         _check_labels(asked.labels, info["vocabulary"])
-        prompts = _joined(asked, asked.query, asked.items)
+        query, items = asked.query, asked.items
         if texts := asked.texts:
-            prompts = await dialect.tokenise(_tokenised, texts, asked, await served.tokenizer(info))
-        _check_prompts(prompts, info["max_length"])
-        options = {"teacher": teacher, "priority": asked.priority}
+            query, items = await dialect.tokenise(served.limits, _tokenised, texts, asked, await served.tokenizer(info))
+        tokens = _check_prompts(query, items, info["max_length"], served.limits)
+        size = 16 * tokens + _ITEM_BYTES * len(items)
+        batch = await beside_the_loop(size, _batch, asked, query, items, teacher)
         try:
-            scores = await served.router().read_labels(
-                [LabelRead(prompt, list(asked.labels), **options) for prompt in prompts],
-                trace_headers=trace_headers(request),
-            )
+            scores = await served.router().read_labels(batch, trace_headers=trace_headers(request))
         except InvalidRead as error:
             raise _in_their_words(error) from error
-        tokens = sum(map(len, prompts))
         request_id = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex[:16]
-        return json_response(
-            {
-                "id": f"generative-scoring-{request_id}",
-                "object": "list",
-                "created": int(time.time()),
-                "model": scores[0].meta.teacher,
-                "data": [
-                    {"index": i, "object": "score", "score": _probability(score.logprobs.tolist(), asked.apply_softmax)}
-                    for i, score in enumerate(scores)
-                ],
-                "usage": {
-                    "prompt_tokens": tokens,
-                    "total_tokens": tokens + len(prompts),
-                    "completion_tokens": len(prompts),
-                    "prompt_tokens_details": None,
-                    "completion_tokens_details": None,
-                },
-            }
-        )
+        return await beside_the_loop(size, _answer, asked, scores, tokens, request_id)
 
 
 @dataclass(frozen=True)
@@ -151,31 +135,45 @@ def _check_labels(labels: Mapping[int, None], vocabulary: int) -> None:
             )
 
 
-def _tokenised(texts: list[str], asked: _Asked, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts of a request with texts. Special tokens go around the query only."""
+def _tokenised(texts: list[str], asked: _Asked, tokenizer: Tokenizer) -> tuple[list[int], list[list[int]]]:
+    """Query and items of a request with texts, as ids. Special tokens go around the query only."""
     query, items = asked.query, asked.items
     if isinstance(query, str):
         query = tokenizer.encode(query, asked.add_special_tokens)
     if isinstance(items[0], str):
         items = [tokenizer.encode(item, add_special_tokens=False) for item in items]
-    return _joined(asked, query, items)
+    return query, items
 
 
-def _joined(asked: _Asked, query: Any, items: Any) -> list:
-    return [[*item, *query] if asked.item_first else [*query, *item] for item in items]
+def _check_prompts(query: list[int], items: list[list[int]], most: int, limits: BatchLimits) -> int:
+    """How many tokens the prompts are together; checked before any is made.
 
-
-def _check_prompts(prompts: list[list[int]], most: int) -> None:
-    for i, prompt in enumerate(prompts):
-        if not prompt:
+    Raises:
+        Refusal: a prompt is empty or too long, or an id is negative.
+        BatchTooLarge: they are more than one call may hold.
+    """
+    for i, item in enumerate(items):
+        length = len(query) + len(item)
+        if not length:
             raise Refusal(f"query and item {i} are empty together; a prompt has at least one token")
-        if len(prompt) >= most:
+        if length >= most:
             raise Refusal(
-                f"item {i}: query and item are {len(prompt)} tokens, and 1 is always made: {len(prompt)}+1 > {most} "
+                f"item {i}: query and item are {length} tokens, and 1 is always made: {length}+1 > {most} "
                 "(max_model_len). Nothing is truncated here"
             )
-    if (lowest := min(chain.from_iterable(prompts))) < 0:
+    tokens = len(items) * len(query) + sum(map(len, items))
+    for name, size in (("max_batch_reads", len(items)), ("max_batch_tokens", tokens)):
+        if size > getattr(limits, name):
+            raise limits.exceeded(name, size)
+    if (lowest := min(chain(query, *items))) < 0:
         raise Refusal(f"Token id {lowest} is out of vocabulary")
+    return tokens
+
+
+def _batch(asked: _Asked, query: list[int], items: list[list[int]], teacher: str | None) -> LabelBatch:
+    labels, options = list(asked.labels), {"teacher": teacher, "priority": asked.priority}
+    prompts = ([*item, *query] if asked.item_first else [*query, *item] for item in items)
+    return LabelBatch.from_reads([LabelRead(prompt, labels, **options) for prompt in prompts])
 
 
 def _in_their_words(error: InvalidRead) -> Exception:
@@ -185,6 +183,30 @@ def _in_their_words(error: InvalidRead) -> Exception:
     name, _, index = error.field.partition("[")
     what = "label_token_ids" if name == "label_ids" else f"query and item {error.read or 0} together"
     return Refusal(f"{what}{'[' + index if index else ''} {error.message}")
+
+
+def _answer(asked: _Asked, scores: LabelScores, tokens: int, request_id: str) -> Response:
+    """vLLM's answer, with every field it writes."""
+    data = [
+        {"index": i, "object": "score", "score": _probability(score.logprobs.tolist(), asked.apply_softmax)}
+        for i, score in enumerate(scores)
+    ]
+    return json_response(
+        {
+            "id": f"generative-scoring-{request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": scores[0].meta.teacher,
+            "data": data,
+            "usage": {
+                "prompt_tokens": tokens,
+                "total_tokens": tokens + len(scores),
+                "completion_tokens": len(scores),
+                "prompt_tokens_details": None,
+                "completion_tokens_details": None,
+            },
+        }
+    )
 
 
 def _probability(logprobs: list[float], apply_softmax: bool) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,11 @@ from fastapi import Request
 from deployments.router import Router
 from deployments.shared import Shared
 from deployments.vllm_http.dialect import not_served
-from scoring.errors import NoTokenizer
+from scoring.errors import NoTokenizer, TeacherUnavailable
 from scoring.limits import BatchLimits
 from scoring.tokenizer import Tokenizer
+
+logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,13 @@ class Served:
 
         Raises:
             Refusal: there is none of that name.
+            TeacherUnavailable: none of its replicas answers.
         """
         known = await self.router().teachers()
         for name, info in known.items():
             if name == teacher or (teacher is None and info.get("default")):
+                if not info["replicas"]:
+                    raise TeacherUnavailable(f"no replica of teacher {name!r} answers")
                 return info
         raise not_served(f"The model `{teacher}` does not exist. Valid aliases: {', '.join(known)}.")
 
@@ -93,12 +99,14 @@ class Served:
         path = info["model"]
         found = self._tokenizers.setdefault(path, Shared(lambda: asyncio.to_thread(Tokenizer, path)))
         if isinstance(found, Shared):
-            found = await found.result()
+            try:
+                found = await found.result()
+            except NoTokenizer as error:
+                logger.warning("text for teacher %r: %s %s", info["teacher"], error, error.details)
+                raise
             self._tokenizers[path] = found
         if found.hash != info["tokenizer"]:
-            raise NoTokenizer(
-                f"{path!r} on the machine of the HTTP ingress holds another tokenizer than on the teacher's: send ids"
-            )
+            raise NoTokenizer("the machine of the HTTP ingress has another tokenizer than the teacher's: send ids")
         return found
 
     async def tokenizer_if_any(self, info: dict[str, Any]) -> Tokenizer | None:

@@ -29,7 +29,7 @@ def add(routes: APIRouter, served: Served) -> None:
         asked = await dialect.read_request(request, served.limits, _parse_text)
         info = await served.info(await served.teacher(request, asked.model))
         tokenizer = await served.tokenizer(info)
-        content = await dialect.tokenise(_tokenized, asked.texts, asked, tokenizer, info["max_length"])
+        content = await dialect.tokenise(served.limits, _tokenized, asked.texts, asked, tokenizer, info["max_length"])
         return Response(content, media_type=JSON)
 
     @routes.post("/detokenize", openapi_extra=_DETOKENIZE)
@@ -38,6 +38,8 @@ def add(routes: APIRouter, served: Served) -> None:
         tokens, model = await dialect.read_request(request, served.limits, _parse_ids)
         info = await served.info(await served.teacher(request, model))
         tokenizer = await served.tokenizer(info)
+        if len(tokens) > served.limits.max_batch_tokens:
+            raise served.limits.exceeded("max_batch_tokens", len(tokens))
         content = await beside_the_loop(64 * len(tokens), _detokenized, tokens, tokenizer)
         return Response(content, media_type=JSON)
 

@@ -6,7 +6,7 @@ request that header; values must have the type of their field, where vLLM takes 
 the temperature.
 """
 
-from tests.parity.cases import CHAT, COMPLETIONS, GENERATE, TEXT, TOKENIZE, complete, generate, ids, label, scored
+from tests.parity.cases import CHAT, GENERATE, TOKENIZE, complete, generate, ids, label, scored
 from tests.parity.conftest import LENGTH, MOST
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -85,12 +85,5 @@ ELSEWHERE: dict[str, tuple[tuple[str, dict], tuple[int, int]]] = {
     "labels, a flag as a number": (label(apply_softmax=1), (200, 400)),
     # Label reads have a bound of their own.
     "labels, more than the likeliest tokens it gives": (label(label_token_ids=ids(MOST + 1, 8)), (400, 200)),
-    # No prompt is no request.
-    "completions, no prompts": (complete([]), (200, 400)),
 }
 """Other requests that are met differently: the status there, and here."""
-
-PARAMS: dict[str, tuple[str | None, str | None]] = {}
-"""Refusals whose `param` differs: ours, and theirs."""
-
-_ = TEXT, COMPLETIONS
