@@ -30,6 +30,7 @@ from deployments.router import APP_NAME
 from scoring import LabelRead, MatrixRead, MatrixScore
 from scoring.demo_teacher import demo_teacher
 from scoring.http_client import HttpScoringClient
+from scoring.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTION = "What is the capital of France?"
@@ -50,7 +51,7 @@ def main() -> int:
     began = time.monotonic()
     with step("preparing the checkpoint"):
         path = str(demo_teacher("bfloat16")) if options.model == DEMO_MODEL else os.path.abspath(options.model)
-        tokenizer = load_tokenizer(path)
+        tokenizer = Tokenizer(path)
     try:
         with step("starting Ray, Serve and the replicas"):
             url = start(options.config, path, own_dtype=options.model != DEMO_MODEL)
@@ -159,26 +160,18 @@ def positions(model: str) -> int:
     return getattr(config, "max_position_embeddings", 2**31)
 
 
-def load_tokenizer(path: str):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+def as_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
-def as_ids(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def as_prompt(tokenizer, question: str) -> list[int]:
+def as_prompt(tokenizer: Tokenizer, question: str) -> list[int]:
     """The question as the model's chat template writes it; plain text for a model without one."""
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return as_ids(tokenizer, text)
-    return tokenizer(f"Question: {question}\nAnswer: ")["input_ids"]
+    if tokenizer.has_chat_template:
+        return as_ids(tokenizer, tokenizer.chat([{"role": "user", "content": question}]))
+    return tokenizer.encode(f"Question: {question}\nAnswer: ")
 
 
-def candidate_rows(tokenizer, answers: dict[str, list[int]]) -> dict[str, np.ndarray]:
+def candidate_rows(tokenizer: Tokenizer, answers: dict[str, list[int]]) -> dict[str, np.ndarray]:
     """Per answer int32 [R, K]: at each position its own token first, then every other token in play."""
     pool = dict.fromkeys([*answers["good"], *answers["bad"], *as_ids(tokenizer, ALTERNATIVES)])
     return {
@@ -199,7 +192,7 @@ def largest_difference(scores, by_actor: dict, by_http) -> float:
     return max(float(np.abs(one - other).max()) for one, other in pairs)
 
 
-def ask_yes_no(client: ScoringClient, tokenizer) -> float:
+def ask_yes_no(client: ScoringClient, tokenizer: Tokenizer) -> float:
     """p(yes) among yes and no, for the good answer."""
     prompt = as_prompt(tokenizer, f"Question: {QUESTION} Answer: {GOOD} Is the answer right? Say only Yes or No.")
     yes, no = (as_ids(tokenizer, word)[0] for word in ("Yes", "No"))
@@ -207,7 +200,7 @@ def ask_yes_no(client: ScoringClient, tokenizer) -> float:
     return float(1 / (1 + np.exp(logprobs[1] - logprobs[0])))
 
 
-def table(tokenizer, read: MatrixRead, score: MatrixScore) -> str:
+def table(tokenizer: Tokenizer, read: MatrixRead, score: MatrixScore) -> str:
     """One line per response token: the token, its log-probability, the best candidate and its log-probability."""
     lines = [f"  {'token':<14}{'log p':>9}   best candidate"]
     best = score.logprobs.argmax(axis=1)  # int64 [R]
@@ -221,7 +214,7 @@ def table(tokenizer, read: MatrixRead, score: MatrixScore) -> str:
     return "\n".join(lines)
 
 
-def draw(tokenizer, reads, scores, path: Path) -> None:
+def draw(tokenizer: Tokenizer, reads, scores, path: Path) -> None:
     """A heat map per answer: response tokens across, candidates down, colour = log-probability."""
     import matplotlib
 

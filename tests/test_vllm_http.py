@@ -92,9 +92,11 @@ def test_every_route_is_served_for_the_default_teacher_and_for_each_by_name(api)
     assert [card["id"] for card in api.get("/v1/models").json()["data"]] == ["default", "math"]
     assert [card["id"] for card in api.get("/teachers/math/v1/models").json()["data"]] == ["math"]
     assert api.get("/teachers/math/version").json() == api.get("/version").json()
+    healthy = api.get("/teachers/math/health")
+    assert (healthy.status_code, healthy.content) == (200, b"")  # as vLLM says it
 
 
-@pytest.mark.parametrize("route", [*BODIES, "/v1/models", "/version"])
+@pytest.mark.parametrize("route", [*BODIES, "/v1/models", "/version", "/health"])
 def test_a_path_of_nobody_is_a_404_in_vllms_form(api, router, route):
     path = f"/teachers/nobody{route}"
     answer = api.post(path, json=BODIES[route]) if route in BODIES else api.get(path)
@@ -420,6 +422,7 @@ def test_a_teacher_without_a_replica_is_unavailable_and_not_listed(folder):
         assert refusal(api.post(f"/teachers/math{route}", json=body))["code"] == 503
         assert api.post(route, json=body).status_code == 200
     assert [card["id"] for card in api.get("/v1/models").json()["data"]] == ["default"]
+    assert refusal(api.get("/teachers/math/health"))["code"] == 503
 
 
 # ---------------------------------------------------------------- what is said of them

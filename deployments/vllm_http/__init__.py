@@ -38,6 +38,8 @@ def vllm_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
         mount = APIRouter(prefix=prefix, dependencies=named, route_class=route_answering_errors(error_response))
         for route in _ROUTES:
             route.add(mount, served)
+        if prefix:
+            models.add_health(mount, served)
         routes.include_router(mount)
     return routes
 

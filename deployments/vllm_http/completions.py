@@ -156,8 +156,10 @@ def _prompts(value: Any) -> tuple[list[str], list[np.ndarray]]:
     a list is tried as ids first."""
     if isinstance(value, str):
         return [value], []
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise malformed(f"prompt is {short(value)}; it is a text, a list of ids, or a list of either", "body.prompt")
+    if not value:
+        raise Refusal("prompt is an empty list; at least one id or text is needed")
     if dialect.first_no_integer(value) is None:
         return [], [_ids(value, "prompt", "body.prompt.{}")]
     if len(value) > _MOST_PROMPTS:

@@ -138,11 +138,11 @@ def require(body: Mapping[str, Any], *names: str) -> None:
             raise malformed(f"{name} is missing", f"body.{name}")
 
 
-def check_types(body: Mapping[str, Any], types: Mapping[str, Types]) -> None:
-    """Refuse a field whose value has another type than its own."""
+def check_types(body: Mapping[str, Any], types: Mapping[str, Types], param: str = "body.{}") -> None:
+    """Refuse a field whose value has another type than its own; `param` with its name."""
     for name, (kinds, allowed) in types.items():
         if name in body and type(body[name]) not in kinds:
-            raise malformed(f"{name} is {short(body[name])}; allowed is {allowed}", f"body.{name}")
+            raise malformed(f"{name} is {short(body[name])}; allowed is {allowed}", param.format(name))
 
 
 def refuse_more(body: Mapping[str, Any], neutral: Mapping[str, tuple]) -> None:

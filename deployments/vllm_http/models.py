@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `/version`."""
+"""`GET /v1/models`, `/version`, and the `/health` of one teacher."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def add(routes: APIRouter, served: Served) -> None:
         return json_response(
             {"version": engine, "teacher_scoring": version("teacher-scoring"), "schema_version": SCHEMA_VERSION}
         )
+
+
+def add_health(routes: APIRouter, served: Served) -> None:
+    @routes.get("/health")
+    async def health(request: Request) -> Response:
+        """This teacher has a replica. Clients of vLLM's wait for it before they ask anything else."""
+        await served.info(await served.teacher(request, None))
+        return Response()
 
 
 def _card(name: str, info: Mapping[str, Any], created: int) -> dict[str, Any]:

@@ -64,7 +64,11 @@ def _parse_text(body: Mapping[str, Any]) -> _Asked:
     chat = "messages" in body and "prompt" not in body
     if not chat:
         dialect.require(body, "prompt")
-    dialect.check_types(body, _TYPES | (_CHAT_TYPES if chat else {"prompt": TEXT}))
+    dialect.check_types(body, _TYPES)
+    if chat:
+        dialect.check_types(body, _CHAT_TYPES, _NO_PROMPT)
+    else:
+        dialect.check_types(body, {"prompt": TEXT})
     common = {"return_token_strs": bool(body.get("return_token_strs")), "model": body.get("model") or None}
     if not chat:
         return _Asked([body["prompt"]], None, body.get("add_special_tokens", True), **common)
@@ -88,7 +92,7 @@ def _messages(messages: list) -> tuple[list[str], list[str]]:
     """The roles and the texts of a conversation."""
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise malformed(f"messages[{i}] is {short(message)}; a message is an object", "body.prompt")
+            raise malformed(f"messages[{i}] is {short(message)}; a message is an object", _NO_PROMPT)
         if not isinstance(message.get("role"), str) or message["role"] == "developer":
             raise Refusal(f"messages[{i}].role is {short(message.get('role'))}; allowed are roles of the template")
         if not isinstance(message.get("content"), str):
@@ -98,6 +102,7 @@ def _messages(messages: list) -> tuple[list[str], list[str]]:
     return [message["role"] for message in messages], [message["content"] for message in messages]
 
 
+_NO_PROMPT = "body.prompt"  # the `param` of a malformed conversation: there it is no text first of all
 _TYPES: dict[str, dialect.Types] = {
     "model": or_null(TEXT),
     "add_special_tokens": FLAG,

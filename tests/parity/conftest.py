@@ -27,7 +27,8 @@ def ours(checkpoint, tmp_path_factory):
         "max_candidates": MOST,
         "engine_args": {"max_model_len": LENGTH, "kv_cache_memory_bytes": 64 << 20},
     }
-    service = ServeProcess(tmp_path_factory.mktemp("service"), {"teachers": {"default": config}})
+    application = {"teachers": {"default": config}, "aliases": {"judge": "default"}}
+    service = ServeProcess(tmp_path_factory.mktemp("service"), application)
     with httpx.Client(base_url=service.url, timeout=60) as client:
         yield client
     service.close()

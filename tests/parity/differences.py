@@ -2,8 +2,8 @@
 
 Beside these, of all routes: a request's own `request_id` comes before the X-Request-Id header, since Serve gives every
 request that header; values must have the type of their field, where vLLM takes `2.0`, `"2"` or `true` for 2; a
-`cache_salt` is checked and has no effect; a deadline that passed is a 504; and the one token is the likeliest, whatever
-the temperature.
+`cache_salt` is checked and has no effect, and so the headers X-Vllm-Priority, X-Session-ID and X-data-parallel-rank; a
+deadline that passed is a 504; and the one token is the likeliest, whatever the temperature.
 """
 
 from tests.parity.cases import CHAT, GENERATE, TOKENIZE, complete, generate, ids, label, scored

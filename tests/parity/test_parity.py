@@ -29,6 +29,24 @@ def test_an_answer_is_vllms(theirs, ours, case):
     same(due.json(), given.json())
 
 
+@pytest.mark.parametrize("path", ["/teachers/default", "/teachers/judge"])
+def test_a_path_below_a_teacher_is_like_a_server_of_it(theirs, ours, path):
+    for case in (
+        "prompt_logprobs and candidates",
+        "completions of a text",
+        "labels of texts",
+        "tokenize",
+        "detokenize",
+    ):
+        route, body = ANSWERED[case]
+        due, given = theirs.post(route, json=body).json(), ours.post(path + route, json=body).json()
+        if "model" in due:
+            assert given["model"] == path.rpartition("/")[2]
+            due["model"] = given["model"]
+        same(due, given)
+    assert ours.get(f"{path}/health").content == theirs.get("/health").content == b""
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_is_vllms(theirs, ours, case):
     route, body = REFUSED[case]
