@@ -1,9 +1,9 @@
 """Answers as an Arrow table, where pyarrow is installed: a row a read.
 
 Columns, as in `MatrixScore`: `response_logprobs`, `rows`, and what was asked for of `logprobs`, `top_ids`,
-`top_logprobs`, `tail_logprob` and `entropy`; of label reads `logprobs`. Besides `ids` (of the tokens, or the labels,
-that were scored), what `meta` says of the read alone, `checkpoint` and `weight_version`, and `error`: the text of it
-where a read failed, and has nothing else.
+`top_logprobs`, `tail_logprob`, `entropy` and `rank`; of label reads `logprobs`. Besides `ids` (of the tokens, or the
+labels, that were scored), what `meta` says of the read alone, `checkpoint` and `weight_version`, and `error`: the text
+of it where a read failed, and has nothing else.
 """
 
 from __future__ import annotations

@@ -259,7 +259,10 @@ WRONG = [
     (["in.jsonl", "-o", "out.safetensors", "--teacher", "nobody"], "--teacher nobody: is not served; .* default, math"),
     (["in.jsonl", "-o", "out.safetensors", "--top-k", "65"], "--top-k: is 65; this teacher takes at most 64"),
     (["in.jsonl", "-o", "out.safetensors", "--top-k", "-1"], "--top-k: is -1"),
-    (["in.jsonl", "-o", "out.safetensors", "--tokenizer", "no"], "--tokenizer: 'no' is no folder"),
+    (
+        ["in.jsonl", "-o", "out.safetensors", "--tokenizer", "no"],
+        "--tokenizer no: the checkpoint's folder is not on this machine",
+    ),
     (["in.jsonl", "-o", "out.safetensors", "--token-file", "empty"], "--token-file empty: holds one token"),
     (["in.jsonl", "-o", "out.safetensors", "--ca-file", "empty"], "--ca-file empty"),
     (["in.jsonl", "-o", "out.safetensors", "--timeout", "0"], "is '0'; allowed are seconds above 0"),

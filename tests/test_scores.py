@@ -230,7 +230,7 @@ def test_padded_scores_hold_every_row_and_the_fill_elsewhere(data, asked):
             assert rectangle.dtype == part.dtype
             assert rectangle.shape == (len(model), width, *part.shape[1:])
             assert rectangle[i, :n].tolist() == part.tolist()
-            assert (rectangle[i, n:] == (-1 if name == "top_ids" else -7.5)).all()
+            assert (rectangle[i, n:] == (-1 if name in ("top_ids", "rank") else -7.5)).all()
             assert tensors[name].numpy().tobytes() == rectangle.tobytes()
             assert str(tensors[name].dtype) == f"torch.{part.dtype}"
 

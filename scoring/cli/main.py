@@ -181,7 +181,7 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     try:
         return Tokenizer(options.tokenizer)
     except NoTokenizer as error:
-        raise WrongInput(f"--tokenizer: {error}") from None
+        raise WrongInput(f"--tokenizer {options.tokenizer}: {error.details.get('reason', error)}") from None
 
 
 def _run(kind: wire.Kind, options: argparse.Namespace, reads: MatrixReads | LabelReads) -> int:
