@@ -31,7 +31,8 @@ class Served:
 
     router: Callable[[], Router]
     limits: BatchLimits
-    _tokenizers: dict[str, Shared | Tokenizer] = field(default_factory=dict)  # by folder
+    # By folder; one that could not be loaded is not tried again before the ingress starts anew.
+    _tokenizers: dict[str, Shared | Tokenizer | NoTokenizer] = field(default_factory=dict)
 
     async def teacher(self, request: Request, model: str | None) -> str | None:
         """The teacher that answers; None is the default one.
@@ -97,14 +98,11 @@ class Served:
         if info.get("tokenizer") is None:
             raise NoTokenizer(f"the checkpoint of teacher {info['teacher']!r} has no tokenizer: send ids")
         path = info["model"]
-        found = self._tokenizers.setdefault(path, Shared(lambda: asyncio.to_thread(Tokenizer, path)))
+        found = self._tokenizers.setdefault(path, Shared(lambda: asyncio.to_thread(_loaded, path)))
         if isinstance(found, Shared):
-            try:
-                found = await found.result()
-            except NoTokenizer as error:
-                logger.warning("text for teacher %r: %s %s", info["teacher"], error, error.details)
-                raise
-            self._tokenizers[path] = found
+            found = self._tokenizers[path] = await found.result()
+        if isinstance(found, NoTokenizer):
+            raise found.at(None)
         if found.hash != info["tokenizer"]:
             raise NoTokenizer("the machine of the HTTP ingress has another tokenizer than the teacher's: send ids")
         return found
@@ -114,3 +112,11 @@ class Served:
             return await self.tokenizer(info)
         except NoTokenizer:
             return None
+
+
+def _loaded(path: str) -> Tokenizer | NoTokenizer:
+    try:
+        return Tokenizer(path)
+    except NoTokenizer as error:
+        logger.warning("text is not tokenised: %s %s", error, error.details)
+        return error
