@@ -42,7 +42,7 @@ def build_app(config: AppConfig) -> Application:
         "admission_wait_s": limits.pop("admission_wait_s"),
         "limits": limits,
     }
-    return Ingress.bind(catalog, teachers, config.teachers)
+    return Ingress.bind(catalog, teachers, config.teachers, config.token_file)
 
 
 def deployment_name(teacher: str) -> str:

@@ -152,6 +152,9 @@ class AppConfig(BaseModel):
     adapters: dict[str, AdapterConfig] = Field(default_factory=dict)
     """LoRA adapters by name: teachers too, which share the replicas of their base. More can be added while serving."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    token_file: str | None = None
+    """Who may ask over HTTP: a file of named tokens (see `deployments/auth.py`), at the same path on every node where
+    the ingress may run. Without it everybody may, and the application starts only where HTTP is bound to loopback."""
     default_teacher: str | None = None
     """Answers the reads that name no teacher. Default: the one called `default`, or the only one."""
 
@@ -169,6 +172,12 @@ class AppConfig(BaseModel):
         for name, adapter in self.adapters.items():
             if not self.teachers[adapter.base].engine_args.get("enable_lora"):
                 raise ValueError(f"adapters: {name!r} needs enable_lora in the engine_args of {adapter.base!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_token_file(self) -> AppConfig:
+        if self.token_file is not None and not self.token_file.startswith("/"):
+            raise ValueError(f"token_file is {self.token_file!r}; it is a whole path, the same on every node")
         return self
 
     @model_validator(mode="after")

@@ -145,7 +145,9 @@ class _Delivery:
             self._call.outcomes.put_nowait(Outcome(lanes, reads, error))
         except Exception as error:
             logger.exception("reads could not be placed")
-            self._call.outcomes.put_nowait(Outcome(lanes, reads, ScoringError(f"{type(error).__name__}: {error}")))
+            self._call.outcomes.put_nowait(
+                Outcome(lanes, reads, ScoringError(f"failed unexpectedly ({type(error).__name__}); the log says why"))
+            )
 
 
 def failed_part(answer: type[MatrixScores] | type[LabelScores], reads: np.ndarray, error: ScoringError) -> Part:

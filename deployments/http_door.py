@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request, Response
@@ -61,13 +63,16 @@ def retry_after(error: ScoringError) -> dict[str, str]:
     return {} if seconds is None else {"Retry-After": str(max(1, round(seconds)))}
 
 
-def route_answering_errors(respond: Callable[[Exception], Response]) -> type[APIRoute]:
-    """A FastAPI route class whose every exception becomes the response `respond` makes of it.
+def route_answering_errors(make_response: Callable[[Exception], Response]) -> type[APIRoute]:
+    """A FastAPI route class whose every exception becomes the response `make_response` makes of it. So does what never
+    reaches the route (see `deployments.guard`), which finds that function as `respond`.
 
     Cancellation (a client that left) is no `Exception` and passes through, down to the engine.
     """
 
     class Route(APIRoute):
+        respond = staticmethod(make_response)
+
         def get_route_handler(self) -> Callable:
             answer = super().get_route_handler()
 
@@ -77,7 +82,7 @@ def route_answering_errors(respond: Callable[[Exception], Response]) -> type[API
                 except ClientDisconnect:
                     return Response(status_code=499)  # nobody is there to read it
                 except Exception as error:
-                    return respond(error)
+                    return make_response(error)
 
             return answer_or_error
 
@@ -85,6 +90,14 @@ def route_answering_errors(respond: Callable[[Exception], Response]) -> type[API
 
 
 def log_unexpected(error: Exception) -> None:
-    """One line for the log; callers get a plain sentence, since such a text may hold anything."""
-    logger.error("a request failed unexpectedly: %s: %s", type(error).__name__, " ".join(str(error).split())[:1000])
+    """One line for the log: what was raised, and where. Not what it says, which may be of what was asked; that comes
+    with level DEBUG."""
+    chain: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < 5:
+        frames = traceback.extract_tb(cause.__traceback__)
+        where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        chain.append(type(cause).__name__ + where)
+        cause = cause.__cause__ or getattr(cause, "cause", None)  # the latter of an error that Ray carried
+    logger.error("a request failed unexpectedly: %s", ", from ".join(chain))
     logger.debug("where it failed", exc_info=error)

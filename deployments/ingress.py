@@ -24,7 +24,9 @@ from starlette.exceptions import HTTPException
 
 from deployments import placement, record
 from deployments.actor import ensure_actor
+from deployments.auth import Tokens
 from deployments.config import TeacherConfig
+from deployments.guard import Guard
 from deployments.http_door import (
     JSON,
     beside_the_loop,
@@ -35,7 +37,8 @@ from deployments.http_door import (
     route_answering_errors,
     trace_headers,
 )
-from deployments.openapi import description_of
+from deployments.http_settings import require_tokens_beyond_loopback, running_http_settings
+from deployments.openapi import describe_errors_and_tokens, description_of
 from deployments.router import Router
 from deployments.vllm_http import vllm_routes
 from scoring import wire
@@ -65,7 +68,11 @@ _RESULT_BYTES = 400  # of an answer, for each read beside its scores
 _FIRST = -(2**31)  # priority of the readiness read: before everything that waits
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000)
+@serve.deployment(
+    ray_actor_options={"num_cpus": 0},
+    max_ongoing_requests=10_000,
+    logging_config={"enable_access_log": False},  # the guard's line says more
+)
 @serve.ingress()
 class Ingress:
     """Serves `build_api` over a Router of its own, and sees to the named actor.
@@ -74,11 +81,22 @@ class Ingress:
         catalog: teachers and their deployments, as for `Router`.
         teachers: the Teacher deployments. Not used: binding them here makes them part of the application.
         configs: the teachers' configurations.
+        token_file: whose tokens a request needs (see `deployments.auth`); None asks for none.
+
+    Raises:
+        RefusedSettings: the file is wrong; or there is none, and other machines reach Serve's HTTP.
     """
 
     async def __init__(
-        self, catalog: dict[str, Any], teachers: Mapping[str, Any], configs: Mapping[str, TeacherConfig]
+        self,
+        catalog: dict[str, Any],
+        teachers: Mapping[str, Any],
+        configs: Mapping[str, TeacherConfig],
+        token_file: str | None = None,
     ) -> None:
+        self._http = await asyncio.to_thread(running_http_settings)
+        require_tokens_beyond_loopback(self._http, token_file)
+        self._tokens = None if token_file is None else Tokens(token_file)
         app_name = serve.get_replica_context().app_name
         self._app_name = app_name
         self._catalog = catalog
@@ -119,7 +137,8 @@ class Ingress:
             await asyncio.sleep(_ROOM_CHECK_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(lambda: self._router, BatchLimits(**self._catalog["limits"]))
+        limits = BatchLimits(**self._catalog["limits"])
+        return build_api(lambda: self._router, limits, self._tokens, self._http.request_timeout_s)
 
     async def catalog(self) -> dict[str, Any]:
         """For Routers elsewhere, over a handle: see `deployments.catalog`."""
@@ -209,12 +228,16 @@ def _forget_if_deleted(app_name: str) -> None:
         logger.warning("whether the application is deleted could not be asked: %s", error)
 
 
-def build_api(router: Callable[[], Router], limits: BatchLimits) -> FastAPI:
+def build_api(
+    router: Callable[[], Router], limits: BatchLimits, tokens: Tokens | None = None, timeout_s: float | None = None
+) -> FastAPI:
     """The HTTP application over a Router.
 
     Args:
         router: gives the Router; called once per request, in the event loop that serves it.
         limits: what one request may hold; the Router keeps them too, except the size of a body.
+        tokens: who may ask; None lets everybody.
+        timeout_s: Serve's own limit on a request, where it has one.
 
     `/docs` loads its scripts from a public CDN, as FastAPI's page does: without internet use `/openapi.json`.
     """
@@ -227,6 +250,8 @@ def build_api(router: Callable[[], Router], limits: BatchLimits) -> FastAPI:
     api.include_router(vllm_routes(router, limits))
     # What no route answered (404, 405) comes in this project's form too.
     api.add_exception_handler(HTTPException, lambda _, error: error_response(error))
+    describe_errors_and_tokens(api, own=error_response, tokens=tokens is not None)
+    api.add_middleware(Guard, routes=api.routes, respond=error_response, tokens=tokens, timeout_s=timeout_s)
     return api
 
 

@@ -299,7 +299,9 @@ class Lanes:
             self._copy_ended(lane, chunk, error)
         except Exception as error:
             logger.exception("a chunk could not be sent")
-            self._copy_ended(lane, chunk, ScoringError(f"{type(error).__name__}: {error}"))
+            self._copy_ended(
+                lane, chunk, ScoringError(f"failed unexpectedly ({type(error).__name__}); the log says why")
+            )
         else:
             lane.hear(outstanding + chunk.tokens)  # this chunk is settled there, not yet here
             lane.note_cached(chunk, int(scores.cached_tokens.sum()))

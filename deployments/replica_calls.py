@@ -80,7 +80,7 @@ class Replicas:
                 raise error.cause from None
             if isinstance(error.cause, _LOST):
                 raise ReplicaLost(f"replica {replica} was lost ({type(error.cause).__name__})") from error
-            raise ScoringError(f"the replica failed: {error.cause!r}") from error
+            raise ScoringError(f"the replica failed ({type(error.cause).__name__}); its log says why") from error
         except TimeoutError:
             raise DeadlineExceeded("the replica did not answer within the deadline (timeout_s)") from None
 

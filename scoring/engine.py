@@ -385,7 +385,8 @@ class TeacherEngine:
                 return _failure(error.at(i))
             except Exception as error:
                 logger.exception("a read failed unexpectedly")
-                return _failure(WrongEngineAnswer(f"{type(error).__name__}: {error}", read=i))
+                what = f"the engine failed on it ({type(error).__name__}); the log of its replica says why"
+                return _failure(WrongEngineAnswer(what, read=i))
 
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         async with asyncio.TaskGroup() as group:

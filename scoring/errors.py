@@ -64,6 +64,12 @@ def from_dict(error: dict[str, Any]) -> ScoringError:
     return _rebuild(cls, error.get("message", ""), error.get("read"), error.get("field"), error.get("details") or {})
 
 
+class Unauthorized(ScoringError):
+    """The service asks for a token, and the request brought none that it knows."""
+
+    status = 401
+
+
 class InvalidRead(ScoringError, ValueError):
     """The read cannot be answered as it was written; sending it again changes nothing."""
 
@@ -140,6 +146,7 @@ _BY_NAME = {
     cls.__name__: cls
     for cls in (
         ScoringError,
+        Unauthorized,
         InvalidRead,
         BatchTooLarge,
         UnknownTeacher,

@@ -146,13 +146,18 @@ def decode_scores(kind: Kind, data: bytes) -> MatrixScores | LabelScores:
 
 
 def loads(data: bytes, error: type[ScoringError] = InvalidRead) -> Any:
-    """Strict JSON: UTF-8, no NaN or Infinity, no name twice in one object.
+    """Strict JSON: UTF-8, no NaN or Infinity nor a number that would become one, no name twice in one object.
 
     Raises:
         error: `data` is anything else. `details["position"]` is the character where reading stopped, when known.
     """
     try:
-        return json.loads(str(data, "utf-8"), object_pairs_hook=_unique_names, parse_constant=_refuse_constant)
+        return json.loads(
+            str(data, "utf-8"),
+            object_pairs_hook=_unique_names,
+            parse_constant=_refuse_constant,
+            parse_float=_finite if error is InvalidRead else None,  # an answer's scores are checked all at once
+        )
     except json.JSONDecodeError as wrong:
         raise error(f"the body is not JSON: {wrong.msg} at character {wrong.pos}", position=wrong.pos) from None
     except RecursionError:
@@ -508,6 +513,13 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not -np.inf < number < np.inf:
+        raise ValueError(f"{short(text)} is beyond what a number can be")
+    return number
 
 
 def _read_or_error(kind: Kind, i: int, read: Any) -> MatrixRead | LabelRead | InvalidRead:

@@ -58,22 +58,33 @@ class ServeProcess:
     Args:
         folder: for the YAML, the log, and the home folder in which Ray keeps the cluster's token.
         app_args: the `args:` of the application.
+        import_path: what builds it.
+        http_options: Serve's, beside the port.
+        headers: of the requests by which this process sees how far the service is.
     """
 
-    def __init__(self, folder: Path, app_args: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        app_args: dict[str, Any],
+        import_path: str = "deployments.app:build_app",
+        http_options: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         port = free_port()
+        self._headers = headers
         self.url = f"http://127.0.0.1:{port}"
         self.home = folder
         (folder / ".ray").mkdir()
         (folder / ".ray" / "auth_token").write_text(_TOKEN)
         self.log = folder / "serve.log"
         config = {
-            "http_options": {"host": "127.0.0.1", "port": port},
+            "http_options": {"host": "127.0.0.1", "port": port, **(http_options or {})},
             "applications": [
                 {
                     "name": "teacher-scoring",
                     "route_prefix": "/",
-                    "import_path": "deployments.app:build_app",
+                    "import_path": import_path,
                     "args": app_args,
                 }
             ],
@@ -127,9 +138,19 @@ class ServeProcess:
     def wait_for_replicas(self, count: int) -> None:
         """Wait until the default teacher has so many replicas; `/ready` asks for one."""
         deadline = time.monotonic() + START_S
-        while httpx.get(f"{self.url}/v1/teachers", timeout=30).json()["teachers"]["default"]["replicas"] < count:
+        while self._teachers()["default"]["replicas"] < count:
             assert time.monotonic() < deadline, f"fewer than {count} replicas:\n{self.end_of_log()}"
             time.sleep(0.5)
+
+    def _teachers(self) -> dict[str, dict[str, Any]]:
+        return httpx.get(f"{self.url}/v1/teachers", timeout=30, headers=self._headers).json()["teachers"]
+
+    def log_files(self) -> list[Path]:
+        """Everything that it, Ray and vLLM write: its output, and the files of the Ray session."""
+        commands = [p.cmdline() for p in psutil.Process(self.process.pid).children(recursive=True)]
+        options = [option for command in commands for option in command]
+        folder = Path(next(o.partition("=")[2] for o in options if o.startswith("--log_dir=")))
+        return [self.log, *(path for path in folder.rglob("*") if path.is_file())]
 
     def _ray_address(self) -> str:
         """Address of its Ray cluster, among others that may run on this machine."""
@@ -164,7 +185,7 @@ class ServeProcess:
             failed = self.process.poll() is not None or b"failed with exception" in self.log.read_bytes()
             assert not failed, f"the service did not start:\n{self.end_of_log()}"
             try:
-                if httpx.get(f"{self.url}/ready", timeout=10).status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=10, headers=self._headers).status_code == 200:
                     return
             except httpx.TransportError:
                 pass

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import Request, Response
+from starlette.exceptions import HTTPException
 
 from deployments.http_door import JSON, beside_the_loop, json_response, log_unexpected, read_body, retry_after
 from scoring import wire
@@ -50,6 +51,9 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, ScoringError):
         headers = retry_after(error)
         error = _as_refusal(error)
+    if isinstance(error, HTTPException):  # of no route's own, such as a missing token
+        headers = error.headers
+        error = Refusal(error.detail, None, HTTPStatus(error.status_code).phrase, error.status_code)
     if not isinstance(error, Refusal):
         log_unexpected(error)
         error = Refusal("Internal server error", kind="InternalServerError", status=500)

@@ -8,13 +8,16 @@ def register() -> None:
 
     It takes the place of the hook through which a platform replaces Triton kernels. vLLM calls that hook in each worker
     just before it loads its runner, so processes without a worker (the caller's own, the engine core) keep an unpatched
-    torch. On a CPU, in all of them, waiting for each other is made to cost less.
+    torch. In all of them, what was asked is kept out of the log; on a CPU, waiting for each other is made to cost less.
 
     Raises:
         RuntimeError: on a CPU, a vLLM version that the kernels were not written for.
     """
     from vllm.platforms import current_platform
 
+    from scoring.vllm_extension.logs import keep_requests_out_of_the_log
+
+    keep_requests_out_of_the_log()
     if current_platform.is_cpu():
         import vllm
 
