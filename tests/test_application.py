@@ -31,7 +31,14 @@ from deployments.router import APP_NAME
 from deployments.trainers import service as trainers
 from deployments.trainers import slime, trl, verl
 from scoring import LabelRead, MatrixBatch, MatrixRead, score_file
-from scoring.errors import DeadlineExceeded, InvalidRead, TeacherUnavailable, UnknownTeacher, VersionMismatch
+from scoring.errors import (
+    DeadlineExceeded,
+    InvalidRead,
+    ScoringError,
+    TeacherUnavailable,
+    UnknownTeacher,
+    VersionMismatch,
+)
 from scoring.http_client import HttpScoringClient
 from scoring.reads import EXTRAS
 from scoring.wire import encode_batch
@@ -536,6 +543,39 @@ def test_a_body_that_is_no_request_is_a_422_too(application, body):
         f"{application.url}/v1/matrix-reads", content=body, headers={"content-type": "application/json"}, timeout=60
     )
     assert answer.status_code == 422 and answer.json()["error"]["message"]
+
+
+def test_nothing_that_was_asked_stands_in_any_log(application, client, http):
+    """Neither ids nor names, of reads that are answered and of reads that fail, in the logs of Serve, Ray and vLLM."""
+    ids = MatrixRead([1371, 1372, 1373, 1374], [1471, 1472, 1473], [[1571, 1572]] * 3)
+    for ask in (client, http):
+        ask.read_matrix([ids])
+        ask.read_labels([LabelRead([1371, 1372, 1373], [1571, 1572])])
+        for bad in (
+            MatrixRead([1371, 987654321], [1]),
+            MatrixRead([1371, 1372] * 400, [1]),
+            MatrixRead([1371, 1372], [1], expect_version=9),
+            MatrixRead([1371, 1372], [1], teacher="marker-xyzzy"),
+        ):
+            with pytest.raises(ScoringError):
+                ask.read_matrix([ids, bad])
+        with pytest.raises(DeadlineExceeded):
+            ask.read_matrix([ids] * 300, timeout_s=0.02)
+    read = READ | {"prompt_ids": [1371, 1372, 1373]}
+    bodies = [{"reads": [read | {"marker-xyzzy": 1}]}, {"reads": [read], "marker-xyzzy": 1}, {"reads": "marker-xyzzy"}]
+    for content in [*map(json.dumps, bodies), '{"reads": [marker-xyzzy', "\xffmarker-xyzzy"]:
+        answer = httpx.post(f"{application.url}/v1/matrix-reads?marker-xyzzy=1", content=content, timeout=60)
+        assert answer.status_code == 422
+    assert httpx.get(f"{application.url}/marker-xyzzy", timeout=60).status_code == 404
+    asked = time.monotonic()
+    told = re.compile(r"GET - 404 [0-9.]+ ms, asked by anybody")
+    while not any(told.search(path.read_text(errors="replace")) for path in application.log_files()):
+        assert time.monotonic() - asked < 20
+        time.sleep(0.2)
+    marks = re.compile(rb"xyzzy|987654321|1371\D{1,4}1372|1471\D{1,4}1472|1571\D{1,4}1572")
+    found = {path: marks.search(path.read_bytes()) for path in application.log_files()}
+    assert len(found) > 10
+    assert not {path: hit.string[hit.start() - 200 : hit.end() + 100] for path, hit in found.items() if hit}
 
 
 def test_a_12_way_fan_out_inside_one_serve_request_completes(application):

@@ -99,9 +99,7 @@ def test_what_is_open_tells_nothing(guarded):
     assert guarded.get("/health").json() == {"status": "alive"}
 
 
-@pytest.mark.parametrize(
-    "path", ["/health/", "/health/x", "//health", "/health%2f..%2fready", "/HEALTH", "/x/../health"]
-)
+@pytest.mark.parametrize("path", ["/health/", "/health/x", "//health", "/health%2f..%2fready", "/HEALTH"])
 def test_what_only_looks_like_health_needs_a_token(guarded, path):
     assert guarded.get(path, follow_redirects=False).status_code == 401
 

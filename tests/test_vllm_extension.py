@@ -20,7 +20,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.sampling_params import StructuredOutputsParams
 
-from scoring.vllm_extension import gather, guard, plugin
+from scoring.vllm_extension import gather, guard, logs, plugin
 from scoring.vllm_extension.kernels import REPLACEMENTS
 from scoring.vllm_extension.triton_marker.compiler import CpuMarkerBackend
 from scoring.vllm_extension.triton_marker.driver import CpuMarkerDriver
@@ -468,3 +468,24 @@ def test_processes_of_an_engine_do_not_spin_while_they_wait_and_look_by_themselv
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     waits, used = map(float, run.stdout.split())
     assert 5 <= waits <= 60 and used < 0.25, run.stderr
+
+
+def test_what_was_asked_stays_out_of_vllms_log_when_a_step_fails(caplog):
+    """vLLM dumps what it was computing. Of a prompt it leaves the ids out itself, of candidates not."""
+    from vllm.logging_utils import dump_input
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+    params = SamplingParams(prompt_logprob_token_ids=[[987654]], extra_args={"candidates": [987654]})
+    fields = dict.fromkeys(inspect.signature(NewRequestData).parameters)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData(**fields | {"req_id": "a", "sampling_params": params})]
+    assert "987654" in dump_input.prepare_object_to_dump(output)
+    assert dump_input.logger.name == logs.DUMPS
+    logs.keep_requests_out_of_the_log()
+    dump_input.logger.addHandler(caplog.handler)
+    try:
+        dump_input.dump_engine_exception(SimpleNamespace(), output, SimpleNamespace(steps=7))
+    finally:
+        dump_input.logger.removeHandler(caplog.handler)
+    config, stats = dict.fromkeys(record.getMessage() for record in caplog.records)
+    assert "with config" in config and "stats" in stats
