@@ -16,7 +16,7 @@ export RAY_SERVE_METRICS_EXPORT_INTERVAL_MS := 2000
 # Ray passes what is larger than 100 kB through its object store, which costs more than to send a shard along.
 export RAY_max_direct_call_object_size := 1048576
 
-.PHONY: help setup demo test test-cluster test-parity test-faults test-trainers trainers bench lint serve lock clean
+.PHONY: help setup demo test test-cluster test-parity test-faults test-trainers trainers fuzz bench lint serve lock clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ $(TRAINERS_READY): $(TRAINERS)
 		> .venv-trainers/lib/python3.11/site-packages/under.pth
 	@ln -s ../../$(BIN)/serve .venv-trainers/bin/serve  # the service runs in the environment below
 	@touch $@
+
+fuzz: setup  ## strangers at the HTTP door: Schemathesis and Atheris, FUZZ_SECONDS each (20; 90 s in all), from FUZZ_SEED (1)
+	@$(BIN)/python -m pytest tests/fuzz
 
 bench: setup  ## how fast it is, as ratios in one table, out/bench.json and out/bench.png (20 minutes; QUICK=1: 4)
 	@$(BIN)/python -m benchmarks.speed $(if $(QUICK),--quick)

