@@ -10,7 +10,9 @@ from fastapi.testclient import TestClient
 from deployments.auth import Tokens
 from deployments.ingress import build_api
 from scoring import wire
+from scoring.checkpoint import tokenizer_hash
 from tests.stand_in_router import BATCH_LIMITS, StandInRouter
+from tests.text_teacher import save_text_tokenizer
 
 JSON = "application/json"
 
@@ -49,8 +51,9 @@ def ask(http: httpx.Client, method: str, path: str, kind: str | None, body: byte
 
 
 @pytest.fixture(scope="module")
-def api() -> TestClient:
-    router = StandInRouter()
+def api(tmp_path_factory) -> TestClient:
+    folder = save_text_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    router = StandInRouter(str(folder), tokenizer_hash(folder))
     return TestClient(build_api(lambda: router, BATCH_LIMITS))
 
 

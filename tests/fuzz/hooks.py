@@ -34,6 +34,15 @@ def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
 
 
 @schemathesis.hook
+def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Most of the teachers in paths are there, or nothing behind the path would ever be asked."""
+    name = (path_parameters or {}).get("teacher")
+    if isinstance(name, str) and sum(map(ord, name)) % 4:
+        return path_parameters | {"teacher": "default"}
+    return path_parameters
+
+
+@schemathesis.hook
 def filter_failure(context: Any, failure: Any, case: schemathesis.Case, response: schemathesis.Response) -> bool:
     """A deadline that nobody could keep is answered 504, as it should be: no failure of the service."""
     if response.status_code != 504:

@@ -22,6 +22,7 @@ from scoring import LabelRead, MatrixRead, wire
 from scoring.http_client import HttpScoringClient
 from tests.fuzz.seeds import seeds
 from tests.serve_process import ServeProcess, two_replicas_of
+from tests.text_teacher import make_text_teacher
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "20"))
 SEED = os.environ.get("FUZZ_SEED", "1")
@@ -36,13 +37,13 @@ READS = [MatrixRead([1, 2, 3], [4, 5], [[6, 7], [8, 9]], extras=("tail",)), Matr
 
 
 @pytest.fixture(scope="module")
-def service(tiny_path, tmp_path_factory):
-    """One replica of the tiny teacher, behind a token. This process is connected to its Ray cluster."""
-    folder = tmp_path_factory.mktemp("service")
+def service(tmp_path_factory):
+    """One replica of a tiny teacher that reads text, behind a token. This process is connected to its Ray cluster."""
+    folder, model = tmp_path_factory.mktemp("service"), make_text_teacher(tmp_path_factory.mktemp("text-teacher"))
     tokens = folder / "tokens"
     tokens.write_text(f"fuzzer: {TOKEN}\n")
     tokens.chmod(0o600)
-    args = {"teachers": {"default": two_replicas_of(tiny_path) | {"num_replicas": 1}}, "token_file": str(tokens)}
+    args = {"teachers": {"default": two_replicas_of(model) | {"num_replicas": 1}}, "token_file": str(tokens)}
     service = ServeProcess(folder, args, headers=BEARER)
     with service.connected():
         yield service
@@ -125,4 +126,4 @@ def test_the_openapi_document_is_kept_by_every_answer(service, unharmed):
     seen = Counter((path, status) for _, path, status in told.findall(logs))
     document = httpx.get(f"{service.url}/openapi.json", headers=BEARER).json()
     for path in document["paths"]:
-        assert seen[path, "200"], f"{path} was never asked well"
+        assert seen[path, "200"], f"{path} was never asked well: {seen}"
