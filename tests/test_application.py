@@ -546,7 +546,7 @@ def test_a_body_that_is_no_request_is_a_422_too(application, body):
 
 
 def test_nothing_that_was_asked_stands_in_any_log(application, client, http):
-    """Neither ids nor names, of reads that are answered and of reads that fail, in the logs of Serve, Ray and vLLM."""
+    """Neither ids nor text nor names, answered or not, in the logs of Serve, Ray and vLLM."""
     ids = MatrixRead([1371, 1372, 1373, 1374], [1471, 1472, 1473], [[1571, 1572]] * 3)
     for ask in (client, http):
         ask.read_matrix([ids])
@@ -566,6 +566,18 @@ def test_nothing_that_was_asked_stands_in_any_log(application, client, http):
     for content in [*map(json.dumps, bodies), '{"reads": [marker-xyzzy', "\xffmarker-xyzzy"]:
         answer = httpx.post(f"{application.url}/v1/matrix-reads?marker-xyzzy=1", content=content, timeout=60)
         assert answer.status_code == 422
+    for path, body in (
+        ("/v1/completions", {"prompt": "w1 marker-xyzzy w2", "max_tokens": 1, "prompt_logprobs": 0}),
+        (
+            "/v1/completions",
+            {"prompt": "w1 marker-xyzzy w2", "max_tokens": 1, "stop": "marker-xyzzy", "model": "xyzzy"},
+        ),
+        ("/generative_scoring", {"query": "marker-xyzzy", "items": ["xyzzy"], "label_token_ids": [1371, 987654321]}),
+        ("/tokenize", {"prompt": "marker-xyzzy"}),
+        ("/detokenize", {"tokens": [1371, 1372, 987654321]}),
+        ("/inference/v1/generate", {"token_ids": [1371, 1372], "sampling_params": {"max_tokens": 1, "xyzzy": 5}}),
+    ):
+        assert httpx.post(application.url + path, json=body, timeout=60).status_code in (200, 400, 404)
     assert httpx.get(f"{application.url}/marker-xyzzy", timeout=60).status_code == 404
     asked = time.monotonic()
     told = re.compile(r"GET - 404 [0-9.]+ ms, asked by anybody")

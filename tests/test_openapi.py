@@ -75,6 +75,70 @@ def test_every_example_of_a_request_is_answered_and_every_plain_route_too(api, d
             jsonschema.Draft202012Validator(declared[JSON]["schema"]).validate(response.json())
 
 
+# In the place of any value of a request: what a parser, a conversion or a log might stumble over.
+NASTY = [
+    "1e999",
+    "-1e999",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "9" * 10_000,
+    "-" + "9" * 4_000,
+    "0." + "9" * 10_000,
+    "1e-999",
+    "-0",
+    "18446744073709551616",
+    "-9223372036854775809",
+    '"\\ud800"',
+    '"\\u0000"',
+    '"%s%n{}"',
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    "[" * 900 + "]" * 900,
+    '{"a": 1, "a": 1}',
+    "[[[]]]",
+    "[null]",
+    "{}",
+    "[]",
+    '""',
+    "null",
+    "true",
+]
+
+
+def bodies_with(nasty: str, example: object) -> list[str]:
+    """The example with `nasty` in the place of one of its values, for each of them, and in one name more."""
+
+    def places(value: object) -> list[list]:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        return [[], *([key, *rest] for key, inner in items for rest in places(inner))]
+
+    def replaced(value: object, place: list) -> object:
+        if not place:
+            return "@@"
+        copy = value.copy()
+        copy[place[0]] = replaced(value[place[0]], place[1:])
+        return copy
+
+    bodies = [json.dumps(replaced(example, place)).replace('"@@"', nasty) for place in places(example)]
+    return [*bodies, json.dumps(example | {"more": "@@"}).replace('"@@"', nasty)]
+
+
+def test_no_value_in_any_place_of_a_request_breaks_a_route(api, document):
+    asked = 0
+    for path, method, operation in operations(document):
+        example = operation.get("requestBody", {}).get("content", {}).get(JSON, {}).get("example")
+        nasties = [(value, body) for value in NASTY for body in bodies_with(value, example)] if example else []
+        for nasty, body in nasties:
+            response = ask(api, method, filled(path), JSON, body.encode())
+            assert response.status_code < 500, (path, body[:300], response.text[:300])
+            assert str(response.status_code) in operation["responses"], (path, body[:300], response.text[:300])
+            if nasty in NASTY[:6]:  # no JSON numbers
+                assert response.status_code in (400, 422), (path, body[:300])
+            asked += 1
+    assert asked > 1000
+
+
 def test_both_examples_of_a_route_ask_the_same(api, document):
     for kind in ("matrix", "label"):
         content = document["paths"][f"/v1/{kind}-reads"]["post"]["requestBody"]["content"]

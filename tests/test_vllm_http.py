@@ -386,7 +386,7 @@ def test_no_field_of_vllms_is_dropped_without_a_decision():
     assert TokenizeChatRequest.model_fields.keys() == chat
 
 
-@pytest.mark.parametrize("name", ["conversation", "tokenize", "chat_template", "return_dict"])
+@pytest.mark.parametrize("name", ["conversation", "tokenize", "chat_template", "return_dict", "messages", "self"])
 def test_a_variable_of_the_template_is_no_way_to_its_arguments(api, name):
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: True}}
     error = refusal(api.post("/tokenize", json=body))

@@ -120,8 +120,9 @@ _NEUTRAL: dict[str, tuple] = {
     "mm_processor_kwargs": (None, {}),
 }
 
-# Arguments by which Transformers applies a template; the others are the template's own variables.
+# Arguments by which a template is applied, here and by Transformers; the others are the template's own variables.
 _ARGUMENTS = {
+    *("self", "messages"),
     *("conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
