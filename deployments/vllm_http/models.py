@@ -35,7 +35,7 @@ def add(routes: APIRouter, served: Served) -> None:
 
 
 def add_health(routes: APIRouter, served: Served) -> None:
-    @routes.get("/health")
+    @routes.get("/health", response_class=Response)
     async def health(request: Request) -> Response:
         """This teacher has a replica. Clients of vLLM's wait for it before they ask anything else."""
         await served.info(await served.teacher(request, None))
