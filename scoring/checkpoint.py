@@ -1,5 +1,5 @@
-"""What a checkpoint says of itself: its dtype, short hashes that name it and its tokenizer, and what must be the same of
-another one before an engine can take its weights in the place of these.
+"""What a checkpoint says of itself: its dtype, short hashes that name it and its tokenizer, and what must be the same
+of another one before an engine can take its weights in the place of these.
 
 The hashes name a checkpoint in answers and caches. They are no proof: of weight files above 64 MiB only the header and
 samples are read, so that naming 500 GB takes seconds. Of a safetensors file every tensor is sampled, since training
@@ -224,7 +224,7 @@ def _even_samples(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensor_samples(file: Path) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of samples of every tensor of a safetensors file, in the order of the file; none of others."""
+    """(first byte, bytes) of samples of every tensor of a safetensors file, in their order; of other files none."""
     if file.suffix != ".safetensors":
         return
     with file.open("rb") as stream:

@@ -124,7 +124,8 @@ class EngineSettings:
 class TeacherInfo:
     """What a teacher is and what it takes: `client.teachers()`, `GET /v1/teachers`.
 
-    `model` is the folder that the teacher was configured with, `weights` the one that its weights come from now. With `prefix_reuse`, a beginning that reads share is computed once, in whole blocks of `block_size` tokens.
+    `model` is the folder that the teacher was configured with, `weights` the one that its weights come from now. With
+    `prefix_reuse`, a beginning that reads share is computed once, in whole blocks of `block_size` tokens.
     """
 
     teacher: str
@@ -361,8 +362,8 @@ class TeacherEngine:
         """
         if self._layout is None:
             raise InvalidCheckpoint(
-                f"the weights of teacher {self.settings.teacher!r} cannot be replaced: {self.weights.path} holds none in "
-                "safetensors"
+                f"the weights of teacher {self.settings.teacher!r} cannot be replaced: {self.weights.path} holds none "
+                "in safetensors"
             )
         return await asyncio.to_thread(_check_checkpoint, path, self._layout)
 
@@ -392,7 +393,9 @@ class TeacherEngine:
             if await asyncio.to_thread(checkpoint_stamp, weights.path) != checked.stamp:
                 raise InvalidCheckpoint(f"{weights.path} was changed while it was loaded")
             if not await self._llm.reset_prefix_cache():
-                raise WrongEngineAnswer("the engine would not empty its prefix cache, which the old weights have filled")
+                raise WrongEngineAnswer(
+                    "the engine would not empty its prefix cache, which the old weights have filled"
+                )
             await self._llm.update_weight_version(str(weights.version))
             await self._llm.resume_generation()
         self.weights = weights
@@ -812,7 +815,8 @@ def _check_unchanged(weights: Weights, found: str) -> None:
     if found != weights.checkpoint:
         raise InvalidCheckpoint(
             f"{weights.path} holds checkpoint {found}, where version {weights.version} of the weights was "
-            f"{weights.checkpoint}; a folder must stay as it is for as long as it is served (update_weights takes it anew)"
+            f"{weights.checkpoint}; a folder must stay as it is for as long as it is served (update_weights takes it "
+            "anew)"
         )
 
 

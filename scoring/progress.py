@@ -72,8 +72,9 @@ class ProgressMeter:
 
     def resume(self) -> None:
         """Steps are due again."""
-        self._suspended = False
-        self._step_began = self._clock()
+        if self._suspended:
+            self._suspended = False
+            self._step_began = self._clock()
 
     def take(self, tokens: int) -> Callable[..., None]:
         """A read of so many tokens is outstanding from now on, until the function returned is called, once.

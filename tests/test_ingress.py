@@ -23,7 +23,7 @@ class Replica(StandInReplica):
         super().__init__()
         self.brought: list[Adapter] = []
 
-    async def call(self, method, batch=None, timeout_s=None, trace_headers=None, adapters=None):
+    async def call(self, method, batch=None, timeout_s=None, trace_headers=None, adapters=None, version=None):
         if method != "read_labels":
             return await super().call(method, batch, timeout_s)
         (adapter,) = adapters.values()
