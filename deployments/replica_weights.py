@@ -51,6 +51,11 @@ class ReplicaWeights:
         self._look_now = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
 
+    @property
+    def served(self) -> Weights:
+        """The weights that answer reads; while prepared ones wait, those that answered before."""
+        return self._before or self._engine.weights
+
     async def prepare(self, weights: Weights, timeout_s: float) -> None:
         """Load weights, and have reads wait until it is known whether they are served.
 
@@ -61,9 +66,9 @@ class ReplicaWeights:
         """
         await self._undisturbed(self._prepare(weights, now() + timeout_s))
 
-    def keep(self, version: int) -> bool:
-        """The word that prepared weights wait for. Whether those of this version wait here."""
-        waits = self._before is not None and self._engine.weights.version == version
+    def keep(self, weights: Weights) -> bool:
+        """The word that prepared weights wait for. Whether these wait here."""
+        waits = self._before is not None and self._engine.weights == weights
         if waits:
             self._held_until = now() + LEASE_S
         return waits
@@ -88,9 +93,9 @@ class ReplicaWeights:
         await self._take_turn(deadline)
         try:
             checked = await self._hold(weights, deadline)
-            before = self._engine.weights
+            self._before = self._engine.weights
             await self._load(weights, checked)
-            self._before, self._held_until = before, now() + LEASE_S
+            self._held_until = now() + LEASE_S
         finally:
             self._changing.release()
 

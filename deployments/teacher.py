@@ -151,7 +151,14 @@ class Teacher:
 
     async def info(self) -> dict[str, Any]:
         """The fields of `TeacherInfo`, and `max_outstanding_tokens`."""
-        return {**self._engine.info().to_dict(), "max_outstanding_tokens": self._max_outstanding_tokens}
+        served = self._weights.served
+        return {
+            **self._engine.info().to_dict(),
+            "weights": served.path,
+            "weight_version": served.version,
+            "checkpoint": served.checkpoint,
+            "max_outstanding_tokens": self._max_outstanding_tokens,
+        }
 
     async def adapter_checkpoint(self, adapter: Adapter) -> str:
         """See `TeacherEngine.adapter_checkpoint`."""
@@ -162,12 +169,12 @@ class Teacher:
         `TeacherEngine.check_weights`.
 
         Returns:
-            Their hash (`checkpoint`), the `weight_version` that is loaded, and the `model` of the configuration.
+            Their hash (`checkpoint`), the `weight_version` that is served, and the `model` of the configuration.
         """
         checked = await self._engine.check_weights(path)
         return {
             "checkpoint": checked.checkpoint,
-            "weight_version": self._engine.weights.version,
+            "weight_version": self._weights.served.version,
             "model": self._model,
         }
 
@@ -175,9 +182,9 @@ class Teacher:
         """See `ReplicaWeights.prepare`."""
         await self._weights.prepare(weights, timeout_s)
 
-    async def keep_weights(self, version: int) -> bool:
+    async def keep_weights(self, weights: Weights) -> bool:
         """See `ReplicaWeights.keep`."""
-        return self._weights.keep(version)
+        return self._weights.keep(weights)
 
     async def follow_record(self) -> int:
         """See `ReplicaWeights.follow`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from typing import Any
 
 from deployments.replica_calls import POLL_S, ReplicaLost, Replicas, now
@@ -78,18 +78,20 @@ async def _check(replicas: Replicas, path: str, deadline: float) -> dict[str, di
 
 async def _prepare(replicas: Replicas, weights: Weights, deadline: float) -> None:
     """Return with all running replicas waiting to serve these weights."""
-    ready: dict[str, None] = {}
-    async with _reminded(replicas, ready, weights.version):
+    asked: set[str] = set()
+    ready: set[str] = set()
+    async with _reminded(replicas, asked, weights):
         while missing := [name for name in await replicas.wait(deadline) if name not in ready]:
-            asked = missing if ready else missing[:1]
+            ahead = missing if ready else missing[:1]
+            asked |= set(ahead)
             timeout_s = max(deadline - now(), 0)
-            ready |= await _ask(replicas, asked, deadline, "prepare_weights", weights, timeout_s)
+            ready |= (await _ask(replicas, ahead, deadline, "prepare_weights", weights, timeout_s)).keys()
             if not ready:
                 raise TeacherUnavailable(
-                    f"replica {asked[0]} was lost while it loaded {weights.path}; the others have not begun"
+                    f"replica {ahead[0]} was lost while it loaded {weights.path}; the others have not begun"
                 )
-        still = await _ask(replicas, list(ready), deadline, "keep_weights", weights.version)
-    if not all(still.values()):
+        wait = await _ask(replicas, sorted(ready), deadline, "keep_weights", weights)
+    if not all(wait.values()):
         raise TeacherUnavailable("a replica has waited in vain for the others, and serves the old weights again")
 
 
@@ -125,17 +127,17 @@ async def _ask(replicas: Replicas, names: list[str], deadline: float, method: st
 
 
 @contextlib.asynccontextmanager
-async def _reminded(replicas: Replicas, ready: dict[str, None], version: int) -> AsyncIterator[None]:
-    """Meanwhile, the replicas that are ready hear every now and then that it is worth their wait."""
+async def _reminded(replicas: Replicas, asked: Set[str], weights: Weights) -> AsyncIterator[None]:
+    """Meanwhile, those of the replicas asked that are ready hear every now and then that the others are under way."""
 
     async def remind(name: str) -> None:
         with contextlib.suppress(ReplicaLost, ScoringError):
-            await replicas.call(name, "keep_weights", now(), version)
+            await replicas.call(name, "keep_weights", now(), weights)
 
     async def remind_all() -> None:
         while True:
             await asyncio.sleep(_WORD_S)
-            await asyncio.gather(*(remind(name) for name in ready))
+            await asyncio.gather(*(remind(name) for name in asked))
 
     reminding = asyncio.create_task(remind_all())
     try:
