@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from scoring.engine import TeacherEngine
 from scoring.weights import Weights
+
+if TYPE_CHECKING:
+    from scoring.engine import TeacherEngine
 
 
 async def take_weights(engine: TeacherEngine, path: Path, version: int, self_test: bool = True) -> str:
@@ -31,8 +35,8 @@ async def _nothing() -> None:
     pass
 
 
-def changed_checkpoint(path: Path, of: Path, change) -> Path:
-    """A copy of a checkpoint, with `change` made to its tensors (a dict by name, changed in place)."""
+def changed_checkpoint(path: Path, of: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a checkpoint, with `change` made to its tensors, in place."""
     shutil.copytree(of, path)
     tensors = load_file(path / "model.safetensors")
     with torch.no_grad():
