@@ -23,6 +23,7 @@ from scoring.errors import InvalidCheckpoint
 _WHOLE = 64 << 20  # files up to this size are read whole, bytes
 _SAMPLES, _SAMPLE = 64, 1 << 20  # of larger ones: this many pieces of this many bytes,
 _OF_A_TENSOR, _TENSOR_SAMPLE = 16 << 20, 1 << 12  # and a piece of every so many bytes of each tensor, or part of them
+_LONGEST_HEADER = 100 << 20  # that safetensors reads, bytes
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -231,7 +232,7 @@ def _tensor_samples(file: Path) -> Iterator[tuple[int, int]]:
         head = stream.read(8)
         (length,) = struct.unpack("<Q", head) if len(head) == 8 else (0,)
         try:
-            header = json.loads(stream.read(min(length, _WHOLE)))
+            header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
             ranges = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
         except (ValueError, KeyError, TypeError, AttributeError):
             return  # not safetensors inside: whoever loads it says so
