@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +45,7 @@ from scoring.reads import EXTRAS
 from scoring.wire import encode_batch
 from tests.oracle import hf_logprobs
 from tests.serve_process import ServeProcess, outstanding_tokens, two_replicas_of
-from tests.weights import changed_checkpoint
+from tests.weights import VersionedLoad, by_actor, by_client, changed_checkpoint
 
 VOCABULARY = 2048
 LIMIT = 3e-5
@@ -629,75 +629,35 @@ def test_the_pipeline_of_the_page_on_bulk_scoring_scores_as_hugging_face_does(ap
     assert len({row["checkpoint"] for row in found.values() if row["checkpoint"]}) == 1
 
 
-class WeightsLoad:
-    """Batches asked without a pause through every way in, while weights change: of each read its version and scores.
-
-    `answers` are, by way, batches of (version, float32 [R, K]).
-    """
-
-    def __init__(self, ways, reads):
-        self.answers = {name: [] for name in ways}
-        self._stopping = threading.Event()
-        self._threads = ThreadPoolExecutor()
-        self._asking = [self._threads.submit(self._ask, name, way, reads) for name, way in ways.items()]
-
-    def _ask(self, name, way, reads):
-        while not self._stopping.is_set():
-            self.answers[name].append(way(reads))
-
-    def wait_for(self, batches):
-        """So many more from each way in."""
-        due = {name: len(answers) + batches for name, answers in self.answers.items()}
-        deadline = time.monotonic() + 60
-        while any(len(self.answers[name]) < count for name, count in due.items()):
-            assert time.monotonic() < deadline and not any(task.done() for task in self._asking), "a way in has ended"
-            time.sleep(0.01)
-
-    def stop(self):
-        self._stopping.set()
-        for task in self._asking:
-            task.result(60)
-        self._threads.shutdown()
-
-
 def test_weights_change_under_load_and_every_batch_is_of_one_version(
     client, http, actor, application, tiny_model, other_tiny_model, tiny_path, other_tiny_path
 ):
     reads = make_reads(24, seed=20)
-    first = client.teachers()["default"]["weight_version"]
-    models = {str(tiny_path): tiny_model, str(other_tiny_path): other_tiny_model}
+    models = {tiny_path: tiny_model, other_tiny_path: other_tiny_model}
     truth = {path: [expected(model, read)[0] for read in reads] for path, model in models.items()}
-
-    def by_actor(reads):
-        plain = ray.get(actor.read_matrix.remote(reads))
-        versions = [meta["weight_version"] for meta in plain["meta"]]
-        return list(zip(versions, plain["logprobs"], strict=True))
-
-    def by(client):
-        return lambda reads: [(score.meta.weight_version, score.logprobs) for score in client.read_matrix(reads)]
-
-    with ScoringClient() as other_client:
-        load = WeightsLoad(
-            {"client": by(client), "other": by(other_client), "http": by(http), "actor": by_actor}, reads
+    with ScoringClient() as another:
+        load = VersionedLoad(
+            {
+                "client": by_client(client),
+                "another": by_client(another),
+                "http": by_client(http),
+                "actor": by_actor(actor),
+            },
+            reads,
         )
         try:
             load.wait_for(3)
-            paths = {first: str(tiny_path)}
+            served = {client.teachers()["default"]["weight_version"]: tiny_path}
             for path in (other_tiny_path, tiny_path, other_tiny_path):
                 version = client.update_weights("default", path)
-                assert version == max(paths) + 1
-                paths[version] = str(path)
-                assert {version} == {v for v, _ in by(client)(reads)} == {v for v, _ in by(http)(reads)}
+                assert version == max(served) + 1
+                served[version] = path
+                for way in load.ways.values():
+                    assert {found for found, _ in way(reads)} == {version}
                 load.wait_for(2)
         finally:
             load.stop()
-    for name, answers in load.answers.items():
-        for answer in answers:
-            (version,) = {version for version, _ in answer}
-            for (_, logprobs), right in zip(answer, truth[paths[version]], strict=True):
-                assert np.abs(logprobs - right).max() <= LIMIT, name
-        versions = [answer[0][0] for answer in answers]
-        assert versions == sorted(versions) and set(versions) == set(paths)
+    load.check({version: truth[path] for version, path in served.items()}, LIMIT)
 
 
 def test_who_expects_a_version_gets_that_or_an_error(client, http, actor, other_tiny_path):
@@ -711,6 +671,19 @@ def test_who_expects_a_version_gets_that_or_an_error(client, http, actor, other_
     label, score = client.read_labels([LabelRead([1], [2])])[0], http.read_matrix([MatrixRead([1], [2])])[0]
     for meta in (label.meta, score.meta):
         assert (meta.weight_version, meta.checkpoint) == (version, said["checkpoint"])
+
+
+def test_a_folder_whose_files_were_changed_is_another_version(client, tiny_path, other_tiny_path, tmp_path, tiny_model):
+    folder = shutil.copytree(other_tiny_path, tmp_path / "latest")
+    first = client.update_weights("default", folder)
+    shutil.copy(tiny_path / "model.safetensors", folder / "model.safetensors")
+    read = make_reads(1, seed=21)[0]
+    assert client.read_matrix([read])[0].meta.weight_version == first  # nothing looks at the folder meanwhile
+    assert client.update_weights("default", folder) == first + 1
+    score = client.read_matrix([read])[0]
+    np.testing.assert_allclose(score.logprobs, expected(tiny_model, read)[0], atol=LIMIT, rtol=0)
+    assert score.meta.weight_version == first + 1
+    assert score.meta.checkpoint == client.teachers()["default"]["checkpoint"]
 
 
 def test_changes_at_once_take_turns(client, actor, tiny_path, other_tiny_path):
