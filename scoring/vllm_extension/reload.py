@@ -8,14 +8,19 @@ themselves.)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
 
 
 class CheckpointWorker:
     """A method that vLLM's workers get beside their own (`worker_extension_cls`), for the engine to call."""
 
-    def load_checkpoint(self, path: str) -> None:
+    def load_checkpoint(self: Worker, path: str) -> None:
         """Load the weights in a folder in the place of those that are loaded. The model is unusable if it fails."""
         self.reload_weights(weights_path=path)
         if current_platform.is_cpu():
