@@ -721,7 +721,7 @@ def test_weights_that_do_not_fit_leave_the_old_ones_on_all_replicas(client, tiny
 
 
 def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(
-    client, http, application, other_tiny_path, other_tiny_model
+    client, http, application, tiny_path, other_tiny_path, other_tiny_model
 ):
     reads = make_reads(300, seed=7)
     version = client.update_weights("default", other_tiny_path)
@@ -749,6 +749,7 @@ def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(
         scores, _ = call.result(timeout_s=60)
         for read, score in zip(reads, scores, strict=False):
             np.testing.assert_allclose(score.logprobs, expected(other_tiny_model, read)[0], atol=LIMIT, rtol=0)
+    client.update_weights("default", tiny_path)
 
 
 def blocks(language):
