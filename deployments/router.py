@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,9 +187,9 @@ class Router:
 
         Args:
             teacher: its name; adapters over it stay, over the new weights.
-            checkpoint_path: a folder of safetensors, with the tensors (names, shapes, dtypes) and the configuration of
-                the one that is loaded; the same on every node, and kept as it is for as long as it is served. The same
-                folder with other files is another version.
+            checkpoint_path: a folder of safetensors, by its absolute path, with the tensors (names, shapes, dtypes) and
+                the configuration of the one that is loaded; the same on every node, and kept as it is for as long as it
+                is served. The same folder with other files is another version.
             timeout_s: seconds after which nothing is changed any more.
 
         Returns:
@@ -204,9 +203,8 @@ class Router:
             TeacherUnavailable: no replica runs, or one was lost while it loaded them before the others; or the ingress
                 did not answer, and `teachers` says which weights serve.
         """
-        path = os.path.abspath(checkpoint_path)
         done = await self._catalog.ask_ingress(
-            "update_weights", teacher, path, timeout_s, timeout_s=timeout_s + _TAKING_BACK_S
+            "update_weights", teacher, str(checkpoint_path), timeout_s, timeout_s=timeout_s + _TAKING_BACK_S
         )
         self._infos.pop(done["deployment"], None)
         if lanes := self._lanes.get(done["deployment"]):
