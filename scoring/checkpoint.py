@@ -134,7 +134,7 @@ def checkpoint_layout(path: str | Path) -> Layout:
 def differences(old: Layout, new: Layout) -> list[str]:
     """What speaks against taking the weights of `new` in the place of `old`'s, as sentences; empty where nothing does.
 
-    A checkpoint without a tokenizer says nothing against it.
+    Where one of them has no tokenizer, there is nothing to compare.
     """
     kinds = {
         "missing": sorted(old.tensors.keys() - new.tensors.keys()),
@@ -153,7 +153,7 @@ def differences(old: Layout, new: Layout) -> list[str]:
     ]
     if fields:
         found.append(f"config.json: {_some(fields)}")
-    if new.tokenizer is not None and new.tokenizer != old.tokenizer:
+    if None not in (new.tokenizer, old.tokenizer) and new.tokenizer != old.tokenizer:
         found.append(
             f"tokenizer: its hash is {new.tokenizer} where {old.tokenizer} is loaded (where it is the same one, saved "
             "anew, leave its files out)"
