@@ -44,9 +44,10 @@ test-cluster: setup  ## shapes of replicas on a pretend cluster, and LoRA adapte
 test-parity: setup  ## the same requests to vLLM's own server and to this service (2 minutes)
 	@$(BIN)/python -m pytest tests/parity
 
-test-faults: setup  ## kills and stops every process of a service under load, and grows and shrinks it (about 20 minutes)
+test-faults: setup  ## kills and stops every process of a service under load, grows and shrinks it, changes its weights (about 25 minutes)
 	@$(BIN)/python -m pytest tests/faults/test_autoscaling.py -s
 	@$(BIN)/python -m pytest tests/faults/test_faults.py -s
+	@$(BIN)/python -m pytest tests/faults/test_weights.py -s
 
 test-trainers: trainers  ## the drop-ins under the code of TRL and verl (2 minutes)
 	@.venv-trainers/bin/python -m pytest tests/trainers

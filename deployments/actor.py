@@ -92,6 +92,10 @@ class TeacherScoringActor:
         )
         return scores.to_dict()
 
+    async def update_weights(self, teacher: str, checkpoint_path: str, *, timeout_s: float = 600) -> int:
+        """Have a teacher answer by other weights of its model: see `Router.update_weights`."""
+        return await self._router.update_weights(teacher, checkpoint_path, timeout_s)
+
 
 def ensure_actor(app_name: str, replace: bool = True) -> ray.actor.ActorHandle:
     """The named actor of this application, created when there is none. Its name is the application's own.
@@ -130,7 +134,7 @@ def _leave_with_application(app_name: str, actor: ray.actor.ActorHandle) -> None
         missed = 0 if _runs(app_name) else missed + 1
     logger.info("application %s is gone; its actor leaves", app_name)
     try:
-        record.forget_adapters(app_name)  # where its ingress has not come to it
+        record.forget(app_name)  # where its ingress has not come to it
     finally:
         ray.kill(actor)
 

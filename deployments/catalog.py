@@ -71,22 +71,26 @@ class Catalog:
         return self._known
 
     async def change(self, method: str, *args: Any, timeout_s: float) -> None:
-        """Have the ingress change the catalog, and know it from now on.
+        """Have the ingress change the catalog, and know it from now on; raises as `ask_ingress`."""
+        changed = await self.ask_ingress(method, *args, timeout_s=timeout_s)
+        self._changes += 1
+        self._keep(changed)
+
+    async def ask_ingress(self, method: str, *args: Any, timeout_s: float) -> dict[str, Any]:
+        """What a method of the ingress returns.
 
         Raises:
             ScoringError: what the ingress raised.
             TeacherUnavailable: it did not answer in time.
         """
         try:
-            changed = await self._call(method, *args, timeout_s=timeout_s)
+            return await self._call(method, *args, timeout_s=timeout_s)
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, ScoringError) else error from None
         except (TimeoutError, RayError, RayServeException) as error:
             raise TeacherUnavailable(
                 f"the ingress of {self._app_name!r} did not answer within {timeout_s:g} s ({error!r})"
             ) from error
-        self._changes += 1
-        self._keep(changed)
 
     def why_none(self, teacher: str) -> str:
         """Why a teacher has no replica, where the ingress has found that the cluster has no room for it; else ""."""

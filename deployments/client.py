@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -161,6 +162,11 @@ class ScoringClient:
             return await self._coalescer.submit(read, timeout_s)
 
         return self._thread.start(answer())
+
+    def update_weights(self, teacher: str, checkpoint_path: str | Path, *, timeout_s: float = 600) -> int:
+        """Have a teacher answer by other weights of its model, on all its replicas at once. See
+        `Router.update_weights`. Returns the new weight version."""
+        return self._thread.run(self._router.update_weights(teacher, checkpoint_path, timeout_s))
 
     def add_adapter(self, name: str, base: str, path: str) -> None:
         """Serve a LoRA adapter as the teacher `name`, over the replicas of `base`. See `Router.add_adapter`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import Counter
@@ -13,7 +14,7 @@ import numpy as np
 from deployments.lane import Call
 from deployments.lanes import Lanes, Outcome
 from deployments.replica_calls import ReplicaLost, now
-from scoring.errors import Overloaded, ScoringError, TeacherUnavailable
+from scoring.errors import Overloaded, ScoringError, TeacherUnavailable, VersionMismatch
 from scoring.scores import LabelScores, MatrixScores
 
 logger = logging.getLogger(__name__)
@@ -27,14 +28,57 @@ Part = tuple[np.ndarray, MatrixScores | LabelScores, np.ndarray]
 
 
 async def deliver(
-    call: Call, shares: Sequence[tuple[Lanes, np.ndarray]], patience_s: float | None
+    call: Call, shares: Sequence[tuple[Lanes, np.ndarray]], patience_s: float | None, whole: bool
 ) -> AsyncIterator[Part]:
-    """The answers of a call, in parts, as they come; every read is in exactly one of them. Close it when leaving early.
+    """The answers of a call, in parts; every read is in exactly one of them. Close it when leaving early.
+
+    What is not answered yet when a teacher's weights change is asked of the new ones.
 
     Args:
         call: the call.
         shares: per teacher its lanes and its reads (int64, places in the call's batch).
         patience_s: how long refusals by all replicas are met with another try; None is until the deadline.
+        whole: all reads of a teacher are to be answered by the same weights. The parts come at the end, and when the
+            weights change, all of its reads are asked again. Without it, parts come as soon as they are there.
+    """
+    unanswered = np.zeros(len(call.batch), bool)  # [N]
+    for _, reads in shares:
+        unanswered[reads] = True
+    answered: dict[Lanes, list[Part]] = {lanes: [] for lanes, _ in shares}  # where they come at the end
+    while unanswered.any():
+        left = [(lanes, reads[unanswered[reads]]) for lanes, reads in shares]
+        async with contextlib.aclosing(_attempt(call, left, patience_s)) as parts:
+            try:
+                async for lanes, part in parts:
+                    unanswered[part[0]] = False
+                    if whole:
+                        answered[lanes].append(part)
+                    else:
+                        yield part
+            except _OtherWeights as other:
+                call = call.anew(other.lanes)
+                for target, _, _ in answered[other.lanes]:
+                    unanswered[target] = True
+                answered[other.lanes] = []
+    for parts in answered.values():
+        for part in parts:
+            yield part
+
+
+class _OtherWeights(Exception):
+    """The weights of a teacher are no longer those that a call is meant for."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+
+
+async def _attempt(
+    call: Call, shares: Sequence[tuple[Lanes, np.ndarray]], patience_s: float | None
+) -> AsyncIterator[tuple[Lanes, Part]]:
+    """The answers of a call by the weights that it is meant for, as they come.
+
+    Raises:
+        _OtherWeights: there are others.
     """
     delivery = _Delivery(call, patience_s)
     loop = asyncio.get_running_loop()
@@ -42,11 +86,13 @@ async def deliver(
     unanswered = sum(len(reads) for _, reads in shares)
     try:
         for lanes, reads in shares:
-            delivery.place(lanes, reads)
+            if len(reads):
+                delivery.place(lanes, reads)
         while unanswered:
-            for part in delivery.take(await call.outcomes.get()):
+            outcome = await call.outcomes.get()
+            for part in delivery.take(outcome):
                 unanswered -= len(part[0])
-                yield part
+                yield outcome.lanes, part
     finally:
         for timer in timers:
             timer.cancel()
@@ -84,7 +130,16 @@ class _Delivery:
             task.cancel()
 
     def take(self, outcome: Outcome) -> list[Part]:
-        """The parts of the answer in an outcome. What was lost or refused is placed again instead."""
+        """The parts of the answer in an outcome. What was lost or refused is placed again instead.
+
+        Raises:
+            _OtherWeights: the replica has newer weights than the call is meant for, or none is left that has those.
+        """
+        if isinstance(outcome.result, VersionMismatch):
+            if outcome.lanes.version != self._call.versions[outcome.lanes]:
+                raise _OtherWeights(outcome.lanes)
+            self.place(outcome.lanes, outcome.reads, _pause(0), {outcome.replica})  # that one is behind
+            return []
         scores, gone, refused = self._sort(outcome)
         kept = np.setdiff1d(np.arange(len(outcome.reads)), np.concatenate([gone, refused]))  # int64 [n]
         parts: list[Part] = []

@@ -39,8 +39,10 @@ from deployments.http_door import (
 )
 from deployments.http_settings import require_tokens_beyond_loopback, running_http_settings
 from deployments.openapi import describe_errors_and_tokens, description_of
+from deployments.replica_calls import Replicas, now
 from deployments.router import Router
 from deployments.vllm_http import vllm_routes
+from deployments.weight_change import change_weights
 from scoring import wire
 from scoring.adapters import Adapter
 from scoring.batches import SCHEMA_VERSION
@@ -54,6 +56,7 @@ from scoring.errors import (
 )
 from scoring.limits import BatchLimits
 from scoring.reads import LabelRead
+from scoring.weights import Weights
 
 logger = logging.getLogger("ray.serve")
 
@@ -102,6 +105,7 @@ class Ingress:
         self._catalog = catalog
         self._router = Router(app_name, catalog, serves_many=True)
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task] = set()
         self._restore_adapters(await asyncio.to_thread(record.load, app_name))
         await self._record_adapters()
         await asyncio.to_thread(ensure_actor, app_name)
@@ -181,6 +185,53 @@ class Ingress:
             del self._catalog["adapters"][name], self._catalog["deployments"][name]
         return self._catalog
 
+    async def update_weights(self, teacher: str, path: str, timeout_s: float) -> dict[str, Any]:
+        """See `Router.update_weights`. Once begun, it ends by itself, whether or not its caller is still there.
+
+        Returns:
+            The teacher's `deployment`, its `weight_version` and `checkpoint`, and `replicas`: which version each
+            serves.
+        """
+        deadline = now() + timeout_s
+        change = asyncio.create_task(self._update_weights(teacher, path, deadline), context=contextvars.Context())
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        change.add_done_callback(lambda change: change.cancelled() or change.exception())
+        return await asyncio.shield(change)
+
+    async def _update_weights(self, teacher: str, path: str, deadline: float) -> dict[str, Any]:
+        deployments, adapters = self._catalog["deployments"], self._catalog["adapters"]
+        if teacher not in deployments or teacher in adapters:
+            known = ", ".join(name for name in deployments if name not in adapters)
+            raise UnknownTeacher(f"is {teacher!r}; the weights of {known} can be changed", field="teacher")
+        deployment = deployments[teacher]
+
+        async def commit(weights: Weights, model: str) -> None:
+            try:
+                await asyncio.to_thread(record.save_weights, self._app_name, deployment, weights, model)
+            except Exception as error:
+                raise TeacherUnavailable(f"the weights of {teacher!r} could not be recorded: {error}") from error
+
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._changing.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("other changes were under way until the deadline (timeout_s)") from None
+        try:
+            recorded = await asyncio.to_thread(record.load_weights, self._app_name, deployment)
+            last = recorded[0].version if recorded else 0
+            replicas = Replicas(self._app_name, teacher, deployment, self._router.why_none)
+            weights, served = await change_weights(replicas, path, last, commit, deadline)
+        finally:
+            self._changing.release()
+        logger.info("teacher %s serves version %d of its weights, from %s", teacher, weights.version, path)
+        return {
+            "deployment": deployment,
+            "weight_version": weights.version,
+            "checkpoint": weights.checkpoint,
+            "replicas": served,
+        }
+
     def _restore_adapters(self, recorded: Mapping[str, Any]) -> None:
         """Serve again what was added before this process began, where its base is still served.
 
@@ -219,11 +270,11 @@ class Ingress:
 
 
 def _forget_if_deleted(app_name: str) -> None:
-    """Forget the adapters that were added to an application, where Serve is deleting it."""
+    """Forget what was added to an application or changed of it, where Serve is deleting it."""
     try:
         found = serve.status().applications.get(app_name)
         if found is not None and found.status == ApplicationStatus.DELETING:
-            record.forget_adapters(app_name)
+            record.forget(app_name)
     except Exception as error:
         logger.warning("whether the application is deleted could not be asked: %s", error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import heapq
 import itertools
 from collections import Counter, deque
@@ -51,8 +52,16 @@ class Call:
         self.trace_headers, self.adapters, self.bounded = trace_headers, adapters, bounded
         self.tokens, self.costs = batch.tokens(), batch.costs()  # int64 [N] each
         self._prefixes: dict[int, Prefixes] = {}  # by the size of a block
+        self.versions: dict[Any, int] = {}  # per teacher's `Lanes`, of the weights that its reads there are meant for
         self.outcomes: asyncio.Queue = asyncio.Queue()  # of `Outcome`
         self.tasks: set[asyncio.Task] = set()  # its chunks under way
+
+    def anew(self, lanes: Any) -> Call:
+        """The same call with nothing under way, and free to be meant for other weights of one teacher."""
+        call = copy.copy(self)
+        call.versions = {other: version for other, version in self.versions.items() if other is not lanes}
+        call.outcomes, call.tasks = asyncio.Queue(), set()
+        return call
 
     def prefixes(self, block: int) -> Prefixes:
         """Those of its reads that an engine with blocks of so many tokens may take from its cache."""
@@ -103,14 +112,14 @@ class Settings:
 class Lane:
     """What this process has waiting for, and outstanding on, one replica."""
 
-    def __init__(self, replica: str, settings: Settings) -> None:
+    def __init__(self, replica: str, settings: Settings, version: int | None = None) -> None:
         self.replica, self.settings = replica, settings
+        self.version = version  # of its weights, as last heard; None before that
         self.waiting: dict[Call, deque[Chunk]] = {}
         self.sent: dict[Chunk, float] = {}  # with the time
         self.sent_by: Counter[Call] = Counter()  # work
         self.load = self.sent_load = 0  # work of all that is here, and of what is sent
         self.tokens = self.sent_tokens = 0  # the same in tokens, cached or not
-        self.version: tuple[int, str] | None = None  # of the weights, in its last answer
         self.refuses_until = 0.0
         self.silent = False
         self._others, self._others_until = 0, 0.0

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,14 @@ from deployments.shared import Shared
 from scoring.adapters import Adapter
 from scoring.affinity import Affinity, Groups, Part, alone, find_groups, plan_by_prefix
 from scoring.batches import cut_by_tokens
-from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable
+from scoring.errors import DeadlineExceeded, Overloaded, ScoringError, TeacherUnavailable, VersionMismatch
 from scoring.scores import LabelScores, MatrixScores
 from scoring.sharding import plan
 
 logger = logging.getLogger(__name__)
 
-_REFUSAL_S = 0.1  # how long a replica that refused is left alone
+_REFUSAL_S = 0.1  # how long a replica that refused is left alone,
+_BEHIND_S = 0.5  # and one that has older weights than others
 _WATCH_S = 1.0
 _QUIET_S = 2.0  # a chunk under way for longer makes its lane ask for the replica's heartbeat
 _STALL_S, _STALL_STEPS = 8.0, 3  # no step for the larger of these: seconds, multiples of the longest step seen
@@ -55,11 +56,29 @@ class Lanes:
         self._replicas = replicas
         self._lanes: dict[str, Lane] = {}
         self._left: set[Lane] = set()  # of replicas that run no longer, while they owe answers
-        self._settings: Settings | None = None  # of the replica that was asked last
+        self._settings: Settings | None = None  # of the replica that was asked last,
+        self._version = 0  # and of its weights
         self._watching: asyncio.Task | None = None
         self._affinity = Affinity()
         self._asking = Shared(lambda: self._ask("info"))
         self._learning: set[asyncio.Task] = set()
+
+    @property
+    def version(self) -> int:
+        """The newest version of the weights that a replica is known to have; what new calls are meant for."""
+        return max((lane.version for lane in self._lanes.values() if lane.version is not None), default=self._version)
+
+    def hear_versions(self, versions: Mapping[str, int]) -> None:
+        """Take in which weights replicas have."""
+        for name, version in versions.items():
+            if name in self._lanes:
+                self._hear_version(self._lanes[name], version)
+
+    def _hear_version(self, lane: Lane, version: int) -> None:
+        """New weights have nothing in their cache."""
+        if lane.version not in (None, version):
+            self._affinity.forget({lane.replica})
+        lane.version = version
 
     def replicas(self) -> tuple[str, ...]:
         """Those that reads are planned over."""
@@ -116,7 +135,7 @@ class Lanes:
         running = await self._replicas.wait(call.deadline)
         if set(running).isdisjoint(self._lanes):  # the first, or a redeploy that may have other settings
             info, _ = await self.info(call.deadline)
-            self._settings = Settings.of(info)
+            self._settings, self._version = Settings.of(info), info["weight_version"]
         if self._settings.block and len(call.batch.ids) > _LONG:
             await asyncio.to_thread(call.prefixes, self._settings.block)
         self._follow(self._replicas.running() or running)
@@ -152,6 +171,7 @@ class Lanes:
             )
 
     def _plan(self, call: Call, reads: np.ndarray, avoid: Collection[str] = (), again: bool = False) -> None:
+        call.versions.setdefault(self, self.version)
         lanes, costs, priority = self._usable(avoid), call.costs[reads], call.batch.priority[reads]
         blocks = {lane.settings.block for lane in lanes}
         block = blocks.pop() if len(blocks) == 1 else 0  # not all reuse prefixes in the same way: a redeploy rolls
@@ -191,8 +211,11 @@ class Lanes:
         if lost:
             self._affinity.forget({lane.replica for lane in lost})
         self._left.update(lane for lane in lost if lane.sent)
-        added = [Lane(name, self._settings) for name in running if name not in self._lanes]
-        if added and self._lanes:  # of a rolling redeploy, perhaps, with other settings than those before
+        # The first ones are taken to have what the one has that was asked. Others are asked: in a rolling redeploy they
+        # may have other settings.
+        version = None if self._lanes else self._version
+        added = [Lane(name, self._settings, version) for name in running if name not in self._lanes]
+        if added and self._lanes:
             learning = asyncio.create_task(self._learn(added))
             self._learning.add(learning)
             learning.add_done_callback(self._learning.discard)
@@ -208,6 +231,7 @@ class Lanes:
             except Exception:  # whatever it is, another may answer
                 continue
             self._settings = Settings.of(info)
+            self._hear_version(newcomer, info["weight_version"])
             for lane in newcomers:
                 lane.settings = self._settings
                 self._pump(lane)
@@ -288,10 +312,15 @@ class Lanes:
                 timeout_s=max(call.deadline - now(), 0.001),
                 trace_headers=call.trace_headers,
                 adapters=call.adapters,
+                version=call.versions[self],
             )
         except Overloaded as error:
-            lane.refuses_until = now() + _REFUSAL_S
-            asyncio.get_running_loop().call_later(_REFUSAL_S, self._go_on, lane)
+            self._leave_alone(lane, _REFUSAL_S)
+            self._copy_ended(lane, chunk, error)
+        except VersionMismatch as error:
+            self._hear_version(lane, error.details["weight_version"])
+            if lane.version < self.version:
+                self._leave_alone(lane, _BEHIND_S)
             self._copy_ended(lane, chunk, error)
         except TeacherUnavailable as error:  # it is leaving
             self._copy_ended(lane, chunk, ReplicaLost(error.message))
@@ -306,16 +335,14 @@ class Lanes:
             lane.hear(outstanding + chunk.tokens)  # this chunk is settled there, not yet here
             lane.note_cached(chunk, int(scores.cached_tokens.sum()))
             lane.silent = False
-            self._note_version(lane, scores)
+            for meta in scores.metas[:1]:
+                self._hear_version(lane, meta.weight_version)
             self._ended(chunk, scores, lane.replica)
 
-    def _note_version(self, lane: Lane, scores: MatrixScores | LabelScores) -> None:
-        """New weights have nothing in their cache."""
-        for meta in scores.metas[:1]:
-            version = meta.weight_version, meta.checkpoint.split("+")[0]  # without an adapter's
-            if version != lane.version and lane.version is not None:
-                self._affinity.forget({lane.replica})
-            lane.version = version
+    def _leave_alone(self, lane: Lane, seconds: float) -> None:
+        """Send nothing to a replica for a while."""
+        lane.refuses_until = now() + seconds
+        asyncio.get_running_loop().call_later(seconds, self._go_on, lane)
 
     def _copy_ended(self, lane: Lane, chunk: Chunk, error: ScoringError | ReplicaLost) -> None:
         """A copy came to nothing: with the last one, so does the chunk."""

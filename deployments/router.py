@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from scoring.wire import ReadOptions
 
 APP_NAME = "teacher-scoring"
 _INFO_FRESH_S = 1.0
+_TAKING_BACK_S = 90.0  # after its deadline, an update of weights that came to nothing is undone
 
 
 class Router:
@@ -51,7 +53,7 @@ class Router:
         pinning.check_ray()
         self._app_name = app_name
         self._catalog = Catalog(app_name, catalog)
-        self._why_none = self._catalog.why_none
+        self.why_none = self._catalog.why_none
         self._serves_many = serves_many
         self._lanes: dict[str, Lanes] = {}  # by deployment: aliases and adapters share them
         self._infos: dict[str, tuple[float, dict[str, Any]]] = {}  # by deployment, with the time it was asked
@@ -60,7 +62,7 @@ class Router:
     def with_catalog(self, catalog: dict[str, Any]) -> Router:
         """A Router that goes by another catalog, over the same replicas and with the same ledger."""
         other = Router(self._app_name, catalog, self._serves_many)
-        other._lanes, other._why_none = self._lanes, self._why_none
+        other._lanes, other.why_none = self._lanes, self.why_none
         return other
 
     async def served_by(self, timeout_s: float = 10) -> dict[str, str]:
@@ -101,7 +103,9 @@ class Router:
         for name, adapter in adapters.items():
             found[name] |= {"base": owners[served[name]], "adapter": adapter.path}
         answering = [name for name in adapters if found[name]["replicas"]]
-        checkpoints = (self._checkpoint(adapters[name], name, snapshot, deadline) for name in answering)
+        checkpoints = (
+            self._checkpoint(adapters[name], found[name]["checkpoint"], name, snapshot, deadline) for name in answering
+        )
         for name, checkpoint in zip(answering, await asyncio.gather(*checkpoints), strict=True):
             found[name]["checkpoint"] = checkpoint
         return {name: {**info, "default": name == catalog["default"]} for name, info in found.items()}
@@ -114,7 +118,8 @@ class Router:
         return_exceptions: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> MatrixScores:
-        """Answer matrix reads, in their order.
+        """Answer matrix reads, in their order. The weights are the same for all reads of one teacher: when they change
+        meanwhile, these reads are asked again.
 
         Args:
             reads: a batch, or reads.
@@ -148,9 +153,13 @@ class Router:
         return_exceptions: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[tuple[int, MatrixScore]]:
-        """(index, score) of every read, as they finish. Arguments and errors as for `read_matrix`."""
+        """(index, score) of every read, as they finish. Arguments and errors as for `read_matrix`.
+
+        When the weights of a teacher change meanwhile, the reads that are not answered yet get the new ones; the `meta`
+        of each says which.
+        """
         batch = MatrixBatch.of(reads)
-        parts = self._parts(MatrixScores, "read_matrix", batch, timeout_s, trace_headers)
+        parts = self._parts(MatrixScores, "read_matrix", batch, timeout_s, trace_headers, whole=False)
         return _one_by_one(parts, return_exceptions)
 
     def iter_labels(
@@ -163,13 +172,44 @@ class Router:
     ) -> AsyncIterator[tuple[int, LabelScore]]:
         """(index, score) of every label read, as they finish; otherwise as `iter_matrix`."""
         batch = LabelBatch.of(reads)
-        parts = self._parts(LabelScores, "read_labels", batch, timeout_s, trace_headers)
+        parts = self._parts(LabelScores, "read_labels", batch, timeout_s, trace_headers, whole=False)
         return _one_by_one(parts, return_exceptions)
 
     def outstanding(self) -> dict[str, dict[str, int]]:
         """The ledger: tokens that wait for or are outstanding on replicas, by deployment and replica, where there are
         any. Empty when nothing is under way."""
         return {deployment: tokens for deployment, lanes in self._lanes.items() if (tokens := lanes.outstanding())}
+
+    async def update_weights(self, teacher: str, checkpoint_path: str | Path, timeout_s: float = 600) -> int:
+        """Have a teacher answer by other weights of its model, from now on, on all its replicas at once.
+
+        Reads wait while they are loaded. A checkpoint that does not fit, or fails, leaves the old weights serving.
+
+        Args:
+            teacher: its name; adapters over it stay, over the new weights.
+            checkpoint_path: a folder of safetensors, by its absolute path, with the tensors (names, shapes, dtypes) and
+                the configuration of the one that is loaded; the same on every node, and kept as it is for as long as it
+                is served. The same folder with other files is another version.
+            timeout_s: seconds after which nothing is changed any more.
+
+        Returns:
+            The new weight version, for `expect_version`.
+
+        Raises:
+            InvalidCheckpoint: it does not fit; says what differs.
+            SelfTestFailed: the engine contradicts itself with these weights.
+            UnknownTeacher: `teacher` is no teacher, or an adapter.
+            DeadlineExceeded: the old weights serve.
+            TeacherUnavailable: no replica runs, or one was lost while it loaded them before the others; or the ingress
+                did not answer, and `teachers` says which weights serve.
+        """
+        done = await self._catalog.ask_ingress(
+            "update_weights", teacher, str(checkpoint_path), timeout_s, timeout_s=timeout_s + _TAKING_BACK_S
+        )
+        self._infos.pop(done["deployment"], None)
+        if lanes := self._lanes.get(done["deployment"]):
+            lanes.hear_versions(done["replicas"])
+        return done["weight_version"]
 
     async def add_adapter(self, name: str, base: str, path: str, timeout_s: float = 120) -> None:
         """Serve a LoRA adapter as a teacher, from now on and after a restart of the application.
@@ -202,7 +242,7 @@ class Router:
         return_exceptions: bool,
         trace_headers: Mapping[str, str] | None,
     ) -> Any:
-        async with contextlib.aclosing(self._parts(answer, method, batch, timeout_s, trace_headers)) as parts:
+        async with contextlib.aclosing(self._parts(answer, method, batch, timeout_s, trace_headers, True)) as parts:
             scores = answer.assemble(len(batch), [part async for part in parts])
         return scores if return_exceptions else scores.raise_first()
 
@@ -213,8 +253,9 @@ class Router:
         batch: MatrixBatch | LabelBatch,
         timeout_s: float,
         trace_headers: Mapping[str, str] | None,
+        whole: bool,
     ) -> AsyncIterator[Part]:
-        """The answers to a batch, in parts, as they come."""
+        """The answers to a batch, in parts; `whole` as for `deliver`."""
         deadline = now() + ReadOptions(timeout_s).timeout_s
         catalog = await self._catalog.find(deadline)
         if not all(name is None or name in catalog["deployments"] for name in batch.teachers):
@@ -236,7 +277,7 @@ class Router:
         patience_s = catalog["admission_wait_s"] if self._serves_many else None
         for part in unknown:
             yield part
-        async with contextlib.aclosing(deliver(call, shares, patience_s)) as parts:
+        async with contextlib.aclosing(deliver(call, shares, patience_s, whole)) as parts:
             async for part in parts:
                 yield part
 
@@ -245,7 +286,7 @@ class Router:
         if deployment not in self._lanes:
             # Its teacher comes before the aliases and adapters that share it, whichever is asked for first.
             owner = next(name for name, serves in catalog["deployments"].items() if serves == deployment)
-            self._lanes[deployment] = Lanes(Replicas(self._app_name, owner, deployment, self._why_none))
+            self._lanes[deployment] = Lanes(Replicas(self._app_name, owner, deployment, self.why_none))
         return self._lanes[deployment]
 
     async def _info(self, teacher: str, catalog: Mapping[str, Any], deadline: float) -> dict[str, Any]:
@@ -261,8 +302,11 @@ class Router:
         self._infos[deployment] = now(), {**info, "replicas": replicas}
         return self._infos[deployment][1]
 
-    async def _checkpoint(self, adapter: Adapter, name: str, catalog: Mapping[str, Any], deadline: float) -> str | None:
-        if adapter not in self._checkpoints:
+    async def _checkpoint(
+        self, adapter: Adapter, base: str, name: str, catalog: Mapping[str, Any], deadline: float
+    ) -> str | None:
+        """The hashes of an adapter and its base; `base` is that of the base as it is now."""
+        if not self._checkpoints.get(adapter, "").startswith(f"{base}+"):
             try:
                 checkpoint = await self._lanes_of(name, catalog).adapter_checkpoint(adapter, deadline)
             except ScoringError:

@@ -5,34 +5,40 @@ A replica takes shards: batches that a Router planned for it. It knows nothing o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import psutil
 from ray import serve
 
+from deployments import record
 from deployments.autoscaling import OUTSTANDING_TOKENS
 from deployments.config import DEMO_MODEL, TeacherConfig
 from deployments.cores import lease_cores
 from deployments.log_handlers import serve_log_kept
 from deployments.placement import engine_args
+from deployments.replica_weights import ReplicaWeights
 from scoring.adapters import Adapter
 from scoring.batches import LabelBatch, MatrixBatch
+from scoring.checkpoint import checkpoint_hash
 from scoring.environment import prepare_engine_environment
-from scoring.errors import Overloaded, ScoringError, TeacherUnavailable
+from scoring.errors import Overloaded, ScoringError, TeacherUnavailable, VersionMismatch
 from scoring.scores import LabelScores, MatrixScores
+from scoring.weights import Weights
 
 logger = logging.getLogger("ray.serve")
 
 _ENGINE_CHECK_S = 0.25
 _OUTSTANDING_STEPS = 64
 _LEAST_RETRY_S = 0.05
+_LAST_WORDS_S = 1.0  # in which the error that makes a replica leave reaches whoever asked
 
 
 class Teacher:
@@ -45,17 +51,21 @@ class Teacher:
 
     async def __init__(self, name: str, config: dict[str, Any]) -> None:  # Serve awaits it, on the replica's loop
         settings = TeacherConfig.model_validate(config)
+        self._model = settings.model
         self._cores = None if settings.num_gpus else lease_cores(settings.cpu_cores, name)
         cores = self._cores.cores if self._cores else ()
         prepare_engine_environment(cores)
         started = time.monotonic()
         self._stopping = False
+        model = _model_path(settings)
+        weights = await asyncio.to_thread(self._weights_to_start_with, model)
         with serve_log_kept():
             from scoring.engine import EngineSettings, TeacherEngine  # after the environment: vLLM reads it at import
 
             self._engine = TeacherEngine(
                 EngineSettings(
-                    model=_model_path(settings),
+                    model=model,
+                    weights=weights,
                     teacher=name,
                     dtype=settings.dtype,
                     head_dtype=settings.head_dtype,
@@ -72,12 +82,15 @@ class Teacher:
         self._processes = psutil.Process().children(recursive=True)
         threading.Thread(target=self._leave_with_engine, name="engine-watch", daemon=True).start()
         logger.addFilter(_without_traceback)
+        self._weights = ReplicaWeights(self._engine, self._recorded_weights, self._leave)
         try:
             await self._engine.self_test()
+            await self._weights.follow()  # they may have changed since it began to start
         except BaseException:
             self.__del__()
             raise
         self._engine.watch()
+        self._weights.watch()
         logger.info(
             "teacher %s is ready after %.1f s (self-test %.1f s) on cores %s",
             name,
@@ -92,6 +105,7 @@ class Teacher:
         timeout_s: float,
         trace_headers: Mapping[str, str] | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        version: int | None = None,
     ) -> tuple[MatrixScores, int]:
         """Answer a shard; see `TeacherEngine.read_matrix`.
 
@@ -101,11 +115,12 @@ class Teacher:
         Raises:
             Overloaded: with the shard, more than `max_outstanding_tokens` would be outstanding, and it is not alone.
             TeacherUnavailable: the replica is shutting down.
+            VersionMismatch: the shard was planned for other weights than this replica has.
         """
-        self._admit(batch)
-        scores = await self._engine.read_matrix(
-            batch, timeout_s=timeout_s, trace_headers=trace_headers, adapters=adapters
-        )
+        with self._admitted(batch, version):
+            scores = await self._engine.read_matrix(
+                batch, timeout_s=timeout_s, trace_headers=trace_headers, adapters=adapters, version=version
+            )
         return scores, self.outstanding_tokens
 
     async def read_labels(
@@ -114,12 +129,13 @@ class Teacher:
         timeout_s: float,
         trace_headers: Mapping[str, str] | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        version: int | None = None,
     ) -> tuple[LabelScores, int]:
         """Answer a shard; see `TeacherEngine.read_labels`. Returns and raises as `read_matrix` does."""
-        self._admit(batch)
-        scores = await self._engine.read_labels(
-            batch, timeout_s=timeout_s, trace_headers=trace_headers, adapters=adapters
-        )
+        with self._admitted(batch, version):
+            scores = await self._engine.read_labels(
+                batch, timeout_s=timeout_s, trace_headers=trace_headers, adapters=adapters, version=version
+            )
         return scores, self.outstanding_tokens
 
     @property
@@ -135,11 +151,44 @@ class Teacher:
 
     async def info(self) -> dict[str, Any]:
         """The fields of `TeacherInfo`, and `max_outstanding_tokens`."""
-        return {**self._engine.info().to_dict(), "max_outstanding_tokens": self._max_outstanding_tokens}
+        served = self._weights.served
+        return {
+            **self._engine.info().to_dict(),
+            "weights": served.path,
+            "weight_version": served.version,
+            "checkpoint": served.checkpoint,
+            "max_outstanding_tokens": self._max_outstanding_tokens,
+        }
 
     async def adapter_checkpoint(self, adapter: Adapter) -> str:
         """See `TeacherEngine.adapter_checkpoint`."""
         return await self._engine.adapter_checkpoint(adapter)
+
+    async def check_weights(self, path: str) -> dict[str, Any]:
+        """Whether the weights in a folder can take the place of those that are loaded; see
+        `TeacherEngine.check_weights`.
+
+        Returns:
+            Their hash (`checkpoint`), the `weight_version` that is served, and the `model` of the configuration.
+        """
+        checked = await self._engine.check_weights(path)
+        return {
+            "checkpoint": checked.checkpoint,
+            "weight_version": self._weights.served.version,
+            "model": self._model,
+        }
+
+    async def prepare_weights(self, weights: Weights, timeout_s: float) -> None:
+        """See `ReplicaWeights.prepare`."""
+        await self._weights.prepare(weights, timeout_s)
+
+    async def keep_weights(self, weights: Weights) -> bool:
+        """See `ReplicaWeights.keep`."""
+        return self._weights.keep(weights)
+
+    async def follow_record(self) -> int:
+        """See `ReplicaWeights.follow`."""
+        return await self._weights.follow()
 
     async def placement(self) -> dict[str, Any]:
         """Where this replica runs: process ids and cores. For operators and tests."""
@@ -163,6 +212,17 @@ class Teacher:
             engine.shutdown()
             self._kill_engine()
 
+    @contextlib.contextmanager
+    def _admitted(self, batch: MatrixBatch | LabelBatch, version: int | None) -> Iterator[None]:
+        """Around a shard's way through the engine."""
+        self._admit(batch)
+        try:
+            yield
+        except VersionMismatch as error:
+            if version > error.details["weight_version"]:
+                self._weights.look()
+            raise
+
     def _admit(self, batch: MatrixBatch | LabelBatch) -> None:
         """Raise unless the shard may go to the engine. Nothing is awaited between this and its being counted."""
         if self._stopping:
@@ -185,14 +245,37 @@ class Teacher:
         """
         while not (self._engine.dead or self._engine.stalled):
             time.sleep(_ENGINE_CHECK_S)
+        how = "has died" if self._engine.dead else "makes no steps"
+        self._end(f"the engine of this replica {how}")
+
+    def _leave(self, reason: str) -> None:
+        """End this process soon."""
+        threading.Timer(_LAST_WORDS_S, self._end, [reason]).start()
+
+    def _end(self, reason: str) -> None:
         if self._stopping:
             return
-        how = "has died" if self._engine.dead else "makes no steps"
-        logger.error("the engine of this replica %s; the replica leaves and Serve starts another", how)
+        logger.error("%s; the replica leaves and Serve starts another", reason)
         try:
             self._kill_engine()
         finally:
             os._exit(1)
+
+    def _weights_to_start_with(self, model: str) -> Weights | None:
+        """Those of the record; None for the model's own.
+
+        Where the record is of another model, which a redeploy has replaced since, the weights of this one are newer.
+        """
+        found = _record_of_weights()
+        if found is None:
+            return None
+        weights, of_model = found
+        return weights if of_model == self._model else Weights(weights.version + 1, model, checkpoint_hash(model))
+
+    def _recorded_weights(self) -> Weights | None:
+        """Those of the record, where it is of this replica's model."""
+        found = _record_of_weights()
+        return found[0] if found and found[1] == self._model else None
 
     def _kill_engine(self) -> None:
         """SIGKILL for all processes of the engine: a stopped one never sees SIGTERM."""
@@ -209,6 +292,12 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     if isinstance(error, ScoringError):
         record.msg, record.args, record.exc_info = f"{record.getMessage()} {type(error).__name__}: {error}", (), None
     return True
+
+
+def _record_of_weights() -> tuple[Weights, str] | None:
+    """What the record says of the weights of this deployment."""
+    context = serve.get_replica_context()
+    return record.load_weights(context.app_name, context.deployment)
 
 
 def _replica_id() -> str:

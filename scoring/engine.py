@@ -12,9 +12,11 @@ import contextlib
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import vllm
@@ -34,12 +36,21 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from scoring.adapters import Adapter, check_adapter, weights_stamp
 from scoring.batches import LabelBatch, MatrixBatch, end_to_end
-from scoring.checkpoint import checkpoint_dtype, checkpoint_hash, tokenizer_hash
+from scoring.checkpoint import (
+    Layout,
+    checkpoint_dtype,
+    checkpoint_hash,
+    checkpoint_layout,
+    checkpoint_stamp,
+    differences,
+    tokenizer_hash,
+)
 from scoring.columns import Columns
 from scoring.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidAdapter,
+    InvalidCheckpoint,
     InvalidRead,
     Overloaded,
     RefusedSettings,
@@ -48,6 +59,7 @@ from scoring.errors import (
     VersionMismatch,
     WrongEngineAnswer,
 )
+from scoring.hold import Hold
 from scoring.ids import PAD
 from scoring.limits import TeacherLimits
 from scoring.progress import Progress, ProgressMeter
@@ -57,7 +69,9 @@ from scoring.self_test import check_engine
 from scoring.vllm_extension.gather import asked_for
 from scoring.vllm_extension.guard import refuse_unreplaced, refuse_unreplaced_options
 from scoring.vllm_extension.prefix_reuse import bound_prefix_reuse
+from scoring.vllm_extension.reload import CheckpointWorker
 from scoring.vllm_extension.version import ENGINE_SERIES
+from scoring.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +90,7 @@ class EngineSettings:
 
     Attributes:
         model: path of a Hugging Face checkpoint folder.
+        weights: those to start with, where they are no longer the model's own; the tokenizer stays the model's.
         teacher: the name its answers carry.
         dtype: of weights and activations; "auto" is what the checkpoint's config.json names.
         head_dtype: "float32" computes the output head in float32; None leaves it in the model's dtype.
@@ -97,17 +112,25 @@ class EngineSettings:
     share_head: bool = True
     prefix_reuse: bool = True
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    weights: Weights | None = None
+
+    @property
+    def checkpoint(self) -> str:
+        """The folder that the engine loads at its start."""
+        return self.weights.path if self.weights else self.model
 
 
 @dataclass(frozen=True)
 class TeacherInfo:
     """What a teacher is and what it takes: `client.teachers()`, `GET /v1/teachers`.
 
-    With `prefix_reuse`, a beginning that reads share is computed once, in whole blocks of `block_size` tokens.
+    `model` is the folder that the teacher was configured with, `weights` the one that its weights come from now. With
+    `prefix_reuse`, a beginning that reads share is computed once, in whole blocks of `block_size` tokens.
     """
 
     teacher: str
     model: str
+    weights: str
     vocabulary: int
     tokenizer_size: int | None
     max_length: int
@@ -128,6 +151,13 @@ class TeacherInfo:
         return asdict(self)
 
 
+class CheckedCheckpoint(NamedTuple):
+    """A checkpoint that may take the place of the one that is loaded, as it was when it was looked at."""
+
+    checkpoint: str  # its hash
+    stamp: tuple[tuple[str, int, int], ...]
+
+
 class TeacherEngine:
     """One vLLM engine and the two reads it answers.
 
@@ -136,6 +166,7 @@ class TeacherEngine:
     Raises:
         RefusedSettings: engine arguments under which scores would be wrong.
         FileNotFoundError: `model` is no folder with weights.
+        InvalidCheckpoint: the files of the settings' `weights` are not those that these were.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -145,9 +176,15 @@ class TeacherEngine:
                 "relies on details that others may change"
             )
         self.settings = settings
-        self.weight_version = 0
-        self._checkpoint = checkpoint_hash(settings.model)  # also finds out, before anything starts, if there is one
         self._tokenizer = tokenizer_hash(settings.model)
+        self._layout: Layout | None = None  # of what is loaded; None where it is not in safetensors
+        stamp = checkpoint_stamp(settings.checkpoint)  # also finds out, before anything starts, if there is one
+        with contextlib.suppress(InvalidCheckpoint):
+            self._layout = replace(checkpoint_layout(settings.checkpoint), tokenizer=self._tokenizer)
+        self.weights = settings.weights or Weights(0, settings.model, checkpoint_hash(settings.model))
+        if settings.weights:
+            _check_unchanged(self.weights, checkpoint_hash(self.weights.path))
+        self._hold = Hold()
         self._serial = itertools.count()
         # By serial, last used last: loaded or loading, each with its hash and the stamp of its weights.
         self._adapters: OrderedDict[int, tuple[Adapter, asyncio.Task[tuple[str, tuple[int, int]]]]] = OrderedDict()
@@ -183,14 +220,22 @@ class TeacherEngine:
             max_candidates=settings.max_candidates,
             scores=settings.scores,
         )
+        if checkpoint_stamp(settings.checkpoint) != stamp:
+            self._llm.shutdown()
+            raise InvalidCheckpoint(f"{settings.checkpoint} was changed while it was loaded")
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._head_dtype = str(config.model_config.head_dtype).removeprefix("torch.")  # hf_overrides may name it too
+
+    @property
+    def weight_version(self) -> int:
+        return self.weights.version
 
     def info(self) -> TeacherInfo:
         config = self._llm.vllm_config
         return TeacherInfo(
             teacher=self.settings.teacher,
             model=self.settings.model,
+            weights=self.weights.path,
             vocabulary=self.limits.vocabulary,
             tokenizer_size=self.limits.tokenizer_size,
             max_length=self.limits.max_length,
@@ -203,7 +248,7 @@ class TeacherEngine:
             scores=self.settings.scores,
             engine=f"vllm {vllm.__version__}",
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
-            checkpoint=self._checkpoint,
+            checkpoint=self.weights.checkpoint,
             tokenizer=self._tokenizer,
             weight_version=self.weight_version,
         )
@@ -215,16 +260,34 @@ class TeacherEngine:
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        version: int | None = None,
     ) -> MatrixScores:
         """Answer a batch of matrix reads. A read that fails has its error in `errors`; the others are answered.
+
+        Waits while weights are loaded; the weights of a batch are the same for all its reads.
 
         Args:
             batch: N reads. The `teacher` of each is the name its answer carries.
             timeout_s: seconds left; what is not answered by then is aborted and fails with `DeadlineExceeded`.
             trace_headers: W3C trace context, handed to vLLM (which keeps it only with an OTLP endpoint set).
             adapters: by `teacher`; a read that names none of these is the base model's.
-        """
+            version: of the weights that the batch is meant for; None takes any.
 
+        Raises:
+            VersionMismatch: the weights have another version; `details["weight_version"]` is theirs.
+            DeadlineExceeded: it came while weights were loaded.
+        """
+        async with self._by_the_same_weights(batch, timeout_s, version) as left_s:
+            return await self._read_matrix(batch, timeout_s=left_s, trace_headers=trace_headers, adapters=adapters)
+
+    async def _read_matrix(
+        self,
+        batch: MatrixBatch,
+        *,
+        timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> MatrixScores:
         seen: dict[Adapter, LoRARequest] = {}
 
         async def answer(i: int) -> _Answer:
@@ -251,9 +314,20 @@ class TeacherEngine:
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        version: int | None = None,
     ) -> LabelScores:
-        """Answer a batch of label reads; arguments and failures as for `read_matrix`."""
+        """Answer a batch of label reads; arguments, failures and errors as for `read_matrix`."""
+        async with self._by_the_same_weights(batch, timeout_s, version) as left_s:
+            return await self._read_labels(batch, timeout_s=left_s, trace_headers=trace_headers, adapters=adapters)
 
+    async def _read_labels(
+        self,
+        batch: LabelBatch,
+        *,
+        timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> LabelScores:
         seen: dict[Adapter, LoRARequest] = {}
 
         async def answer(i: int) -> _Answer:
@@ -278,7 +352,59 @@ class TeacherEngine:
                 name = await asyncio.to_thread(checkpoint_hash, adapter.path)
             except OSError as error:
                 raise InvalidAdapter(f"{adapter.path} cannot be read: {error}") from error
-        return f"{self._checkpoint}+{name}"
+        return f"{self.weights.checkpoint}+{name}"
+
+    async def check_weights(self, path: str) -> CheckedCheckpoint:
+        """Whether the weights in a folder can take the place of those that are loaded. Reads no weights, but samples.
+
+        Raises:
+            InvalidCheckpoint: they cannot. Says what differs.
+        """
+        if self._layout is None:
+            raise InvalidCheckpoint(
+                f"the weights of teacher {self.settings.teacher!r} cannot be replaced: {self.weights.path} holds none "
+                "in safetensors"
+            )
+        return await asyncio.to_thread(_check_checkpoint, path, self._layout)
+
+    async def hold(self) -> None:
+        """Wait for the reads under way to end, and let others wait from now on, until `release`. Call that too where
+        this is cancelled."""
+        await self._hold.close()
+        self._meter.suspend()
+
+    async def load_weights(self, weights: Weights, checked: CheckedCheckpoint) -> None:
+        """Load weights in the place of those that are loaded, and ask the self-test's reads. Needs a `hold`.
+
+        When it fails, what the engine has loaded is not known, and it must not answer any more.
+
+        Args:
+            weights: what they are from now on.
+            checked: what `check_weights` said of their folder.
+
+        Raises:
+            InvalidCheckpoint: the folder is not as it was when it was checked.
+            SelfTestFailed: the engine contradicts itself.
+            ScoringError: anything else that went wrong.
+        """
+        with _vllm_errors():
+            await self._llm.pause_generation(mode="wait")  # the reads that were aborted are still on their way out
+            await self._llm.collective_rpc(CheckpointWorker.load_checkpoint.__name__, args=(weights.path,))
+            if await asyncio.to_thread(checkpoint_stamp, weights.path) != checked.stamp:
+                raise InvalidCheckpoint(f"{weights.path} was changed while it was loaded")
+            if not await self._llm.reset_prefix_cache():
+                raise WrongEngineAnswer(
+                    "the engine would not empty its prefix cache, which the old weights have filled"
+                )
+            await self._llm.update_weight_version(str(weights.version))
+            await self._llm.resume_generation()
+        self.weights = weights
+        await self.self_test()
+
+    def release(self) -> None:
+        """Let the reads that wait pass, and those that come."""
+        self._meter.resume()
+        self._hold.open()
 
     async def self_test(self) -> None:
         """Ask the engine a few reads that must agree, before anybody else does: see `scoring.self_test`.
@@ -291,7 +417,7 @@ class TeacherEngine:
         scheduler = self._llm.vllm_config.scheduler_config
         step, threshold = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold
         seconds_per_token = await check_engine(
-            self,
+            SimpleNamespace(limits=self.limits, read_matrix=self._read_matrix, read_labels=self._read_labels),
             chunk=min(step, threshold or step),
             budget=_SELF_TEST_TOKENS if current_platform.is_cpu() else _SELF_TEST_TOKENS_GPU,
             float32=self._dtype == "float32",
@@ -352,8 +478,9 @@ class TeacherEngine:
             await asyncio.sleep(_LOOK_S)
             self._meter.look(_LONGEST_LOOK_S)
             progress = self._meter.now()
+            idle = not progress.outstanding_reads and progress.since_last_step_s > _CANARY_AFTER_S
             # A canary is outstanding itself, so there is one at a time.
-            if not progress.outstanding_reads and progress.since_last_step_s > _CANARY_AFTER_S and not self.dead:
+            if idle and not self.dead and not self._hold.closed:
                 self._canary = asyncio.create_task(self._read_canary())
 
     async def _read_canary(self) -> None:
@@ -362,8 +489,48 @@ class TeacherEngine:
         By its deadline the engine has long counted as stalled, if it makes no steps.
         """
         no_tokens = np.zeros(1, np.int64)  # it is nobody's, so that it never stands in a caller's way
-        (answer,) = await self._gather(no_tokens, lambda i: self._label(_CANARY, None, None), 2 * self._meter.bound_s)
+        await self._hold.enter()
+        try:
+            patience_s = 2 * self._meter.bound_s
+            (answer,) = await self._gather(no_tokens, lambda i: self._label(_CANARY, None, None), patience_s)
+        finally:
+            self._hold.leave()
         self._canary_error = answer.error
+
+    @contextlib.asynccontextmanager
+    async def _by_the_same_weights(
+        self, batch: MatrixBatch | LabelBatch, timeout_s: float | None, version: int | None
+    ) -> AsyncIterator[float | None]:
+        """Meanwhile no weights are loaded; waits where they are. Gives the seconds that are left.
+
+        Nothing is awaited unless it waits, and then the batch counts as outstanding.
+
+        Args:
+            version: of the weights; None takes any.
+        """
+        started = asyncio.get_running_loop().time()
+        if self._hold.closed:
+            settle = self._meter.take(int(batch.tokens().sum()))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._hold.enter()
+            except TimeoutError:
+                raise DeadlineExceeded("weights were loaded, and its deadline (timeout_s) came meanwhile") from None
+            finally:
+                settle()
+        else:
+            await self._hold.enter()
+        try:
+            if version not in (None, self.weight_version):
+                raise VersionMismatch(
+                    f"is meant for weight version {version}; teacher {self.settings.teacher!r} serves version "
+                    f"{self.weight_version}",
+                    weight_version=self.weight_version,
+                )
+            waited = asyncio.get_running_loop().time() - started
+            yield None if timeout_s is None else max(timeout_s - waited, 0.0)
+        finally:
+            self._hold.leave()
 
     async def _gather(
         self, costs: np.ndarray, answer: Callable[[int], Awaitable[_Answer]], timeout_s: float | None
@@ -620,12 +787,37 @@ class TeacherEngine:
         return ReadMeta(
             teacher=teacher or self.settings.teacher,
             weight_version=self.weight_version,
-            checkpoint=f"{self._checkpoint}+{added}" if added else self._checkpoint,
+            checkpoint=f"{self.weights.checkpoint}+{added}" if added else self.weights.checkpoint,
             engine=f"vllm {vllm.__version__}",
             dtype=self._dtype,
             head_dtype=self._head_dtype,
             scores=self.settings.scores,
             tensor_parallel_size=self._llm.vllm_config.parallel_config.tensor_parallel_size,
+        )
+
+
+def _check_checkpoint(path: str, loaded: Layout) -> CheckedCheckpoint:
+    if not Path(path).is_absolute():
+        raise InvalidCheckpoint(f"{path} is no absolute path; it is opened on every node")
+    try:
+        stamp = checkpoint_stamp(path)
+        name = checkpoint_hash(path)
+    except OSError as error:
+        raise InvalidCheckpoint(f"{path} cannot be read: {error}") from error
+    if found := differences(loaded, checkpoint_layout(path)):
+        raise InvalidCheckpoint(
+            f"the weights in {path} cannot take the place of those that are loaded; {'; '.join(found)}",
+            differences=found,
+        )
+    return CheckedCheckpoint(name, stamp)
+
+
+def _check_unchanged(weights: Weights, found: str) -> None:
+    if found != weights.checkpoint:
+        raise InvalidCheckpoint(
+            f"{weights.path} holds checkpoint {found}, where version {weights.version} of the weights was "
+            f"{weights.checkpoint}; a folder must stay as it is for as long as it is served (update_weights takes it "
+            "anew)"
         )
 
 
@@ -692,6 +884,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             raise RefusedSettings("engine_args.hf_overrides must be a mapping beside head_dtype")
         overrides = {**overrides, "head_dtype": settings.head_dtype}
     defaults = {"scheduling_policy": "priority", "skip_tokenizer_init": True}
+    if settings.weights:
+        defaults["tokenizer"] = settings.model
     if current_platform.is_cpu():
         # Eager with an explicit KV cache starts without warm-up; blocks of 32 are the CPU minimum and the fastest.
         defaults |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
@@ -701,7 +895,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         **defaults,
         **given,
-        "model": settings.model,
+        "model": settings.checkpoint,
+        "worker_extension_cls": f"{CheckpointWorker.__module__}.{CheckpointWorker.__qualname__}",
         "dtype": checkpoint_dtype(settings.model) if settings.dtype == "auto" else settings.dtype,
         "hf_overrides": overrides,
         "max_logprobs": settings.max_candidates + 1,  # the response's own token is one more column
@@ -715,6 +910,7 @@ _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 _REFUSED = {
     "model": "it is the teacher's own setting model",
     "dtype": "it is the teacher's own setting dtype",
+    "worker_extension_cls": "it is how this project's workers load other weights",
     "max_logprobs": "it follows from the teacher's setting max_candidates",
     "logprobs_mode": "it follows from the teacher's setting scores (logprobs or logits)",
     "generation_config": "a checkpoint's sampling defaults must not touch scores",

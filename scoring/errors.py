@@ -96,6 +96,13 @@ class NoTokenizer(ScoringError, ValueError):
     status = 422
 
 
+class InvalidCheckpoint(ScoringError, ValueError):
+    """The weights cannot take the place of those that are loaded; `details["differences"]` says why, where they were
+    compared."""
+
+    status = 422
+
+
 class VersionMismatch(ScoringError):
     """The read expects a weight version that the teacher does not have."""
 
@@ -152,6 +159,7 @@ _BY_NAME = {
         UnknownTeacher,
         InvalidAdapter,
         NoTokenizer,
+        InvalidCheckpoint,
         VersionMismatch,
         Overloaded,
         TeacherUnavailable,

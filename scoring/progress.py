@@ -49,11 +49,13 @@ class ProgressMeter:
         self._tokens = 0
         self._last_step = self._step_began = self._looked = clock()
         self._silent_s = 0.0
+        self._suspended = False
 
     def step(self) -> None:
         """The engine has made a step."""
         now = self._clock()
-        if self._reads:  # what it makes with nothing to do is no measure of work
+        # What it makes with nothing to do, or after weights were loaded, is no measure of work.
+        if self._reads and not self._suspended:
             self._longest_step_s = max(self._longest_step_s, now - self._step_began)
         self._steps += 1
         self._last_step = self._step_began = now
@@ -62,6 +64,17 @@ class ProgressMeter:
     def expect_step(self, seconds: float) -> None:
         """A step may well take so long, though none of that length was seen yet."""
         self._longest_step_s = max(self._longest_step_s, seconds)
+
+    def suspend(self) -> None:
+        """Work waits, and no step is due, until `resume`: weights are loaded."""
+        self._suspended = True
+        self._silent_s = 0.0
+
+    def resume(self) -> None:
+        """Steps are due again."""
+        if self._suspended:
+            self._suspended = False
+            self._step_began = self._clock()
 
     def take(self, tokens: int) -> Callable[..., None]:
         """A read of so many tokens is outstanding from now on, until the function returned is called, once.
@@ -89,7 +102,7 @@ class ProgressMeter:
         """
         now = self._clock()
         silent = min(now - max(self._looked, self._step_began), longest_s)
-        self._silent_s = self._silent_s + silent if self._reads else 0.0
+        self._silent_s = self._silent_s + silent if self._reads and not self._suspended else 0.0
         self._looked = now
 
     @property

@@ -25,7 +25,7 @@ class ReadMeta:
 
     Attributes:
         teacher: its name in the configuration.
-        weight_version: which weights: 0 are the checkpoint's, each update adds one.
+        weight_version: which weights: 0 are those of the configuration, each change has a higher one.
         checkpoint: hash of the checkpoint, first 16 hex digits; of an adapter "+" and its own after that of its base.
         engine: name and version.
         dtype, head_dtype: of the body and of the output head.

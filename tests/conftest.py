@@ -42,6 +42,17 @@ def tiny_model(tiny_path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
+def other_tiny_path(tmp_path_factory) -> Path:
+    """Other weights for the tiny teacher: a checkpoint that differs in its numbers alone, and has no tokenizer."""
+    return make_tiny_teacher(tmp_path_factory.mktemp("other-tiny-teacher"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def other_tiny_model(other_tiny_path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(other_tiny_path).eval()
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct with bfloat16 weights, which float32 holds exactly."""
     return demo_teacher("bfloat16")

@@ -16,6 +16,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments.teacher import Teacher
+from scoring.weights import Weights
 
 
 class EngineSettings(SimpleNamespace):
@@ -29,6 +30,7 @@ class TeacherEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
+        self.weights = Weights(0, settings.model, "none")
 
     def info(self) -> SimpleNamespace:
         return SimpleNamespace(max_batched_tokens=8192)

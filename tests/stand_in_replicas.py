@@ -11,8 +11,18 @@ from collections.abc import Callable
 import numpy as np
 
 from deployments.replica_calls import ReplicaLost, now
-from scoring.errors import DeadlineExceeded, InvalidAdapter, Overloaded, ScoringError, TeacherUnavailable
+from scoring.errors import (
+    DeadlineExceeded,
+    InvalidAdapter,
+    Overloaded,
+    ScoringError,
+    TeacherUnavailable,
+    VersionMismatch,
+)
 from tests.stand_in_router import StandInRouter
+
+OF_A_VERSION = 4096
+"""What each version of the weights takes off every score."""
 
 
 class StandInReplica:
@@ -38,7 +48,7 @@ class StandInReplica:
         self._queue: list[list] = []  # [tokens left, event]
         self._runner: asyncio.Task | None = None
 
-    async def call(self, method, batch=None, timeout_s=None, trace_headers=None, adapters=None):
+    async def call(self, method, batch=None, timeout_s=None, trace_headers=None, adapters=None, version=None):
         if self.deaf:
             try:
                 await asyncio.sleep(3600)
@@ -51,6 +61,7 @@ class StandInReplica:
                 "max_outstanding_tokens": self.limit,
                 "teacher": "default",
                 "checkpoint": "0123",
+                "weight_version": self.weight_version,
                 "prefix_reuse": self.block > 0,
                 "block_size": self.block or 32,
             }
@@ -66,6 +77,9 @@ class StandInReplica:
                 "outstanding_tokens": self.outstanding,
             }
         self.calls += 1
+        if version not in (None, self.weight_version):
+            raise VersionMismatch(f"has {self.weight_version}", weight_version=self.weight_version)
+        version = self.weight_version
         if self.fail is not None and (answer := self.fail(len(batch))) is not None:
             return answer, self.outstanding
         tokens = int(batch.tokens().sum())
@@ -83,9 +97,11 @@ class StandInReplica:
                 if task.cancelled():
                     raise ReplicaLost("died")
             scores = await getattr(StandInRouter(), method)(batch, return_exceptions=True)
-            metas = tuple(dataclasses.replace(meta, weight_version=self.weight_version) for meta in scores.metas)
+            metas = tuple(dataclasses.replace(meta, weight_version=version) for meta in scores.metas)
             cached = (batch.tokens() - work).astype(np.int32)
-            return dataclasses.replace(scores, metas=metas, cached_tokens=cached), self.outstanding - tokens
+            values = scores.values - np.float32(OF_A_VERSION * version)
+            scores = dataclasses.replace(scores, values=values, metas=metas, cached_tokens=cached)
+            return scores, self.outstanding - tokens
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from deployments.trainers import slime, trl, verl
 from scoring import LabelRead, MatrixBatch, MatrixRead, score_file
 from scoring.errors import (
     DeadlineExceeded,
+    InvalidCheckpoint,
     InvalidRead,
     ScoringError,
     TeacherUnavailable,
@@ -44,6 +46,7 @@ from scoring.reads import EXTRAS
 from scoring.wire import encode_batch
 from tests.oracle import hf_logprobs
 from tests.serve_process import ServeProcess, outstanding_tokens, two_replicas_of
+from tests.weights import VersionedLoad, by_actor, by_client, changed_checkpoint
 
 VOCABULARY = 2048
 LIMIT = 3e-5
@@ -672,8 +675,102 @@ def test_the_pipeline_of_the_page_on_bulk_scoring_scores_as_hugging_face_does(ap
     assert len({row["checkpoint"] for row in found.values() if row["checkpoint"]}) == 1
 
 
-def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(client, http, application):
+def test_weights_change_under_load_and_every_batch_is_of_one_version(
+    client, http, actor, application, tiny_model, other_tiny_model, tiny_path, other_tiny_path
+):
+    reads = make_reads(24, seed=20)
+    models = {tiny_path: tiny_model, other_tiny_path: other_tiny_model}
+    truth = {path: [expected(model, read)[0] for read in reads] for path, model in models.items()}
+    with ScoringClient() as another:
+        load = VersionedLoad(
+            {
+                "client": by_client(client),
+                "another": by_client(another),
+                "http": by_client(http),
+                "actor": by_actor(actor),
+            },
+            reads,
+        )
+        try:
+            load.wait_for(3)
+            served = {client.teachers()["default"]["weight_version"]: tiny_path}
+            for path in (other_tiny_path, tiny_path, other_tiny_path):
+                version = client.update_weights("default", path)
+                assert version == max(served) + 1
+                served[version] = path
+                for way in load.ways.values():
+                    assert {found for found, _ in way(reads)} == {version}
+                load.wait_for(2)
+        finally:
+            load.stop()
+    load.check({version: truth[path] for version, path in served.items()}, LIMIT)
+
+
+def test_who_expects_a_version_gets_that_or_an_error(client, http, actor, other_tiny_path):
+    version = client.update_weights("default", other_tiny_path)
+    said = client.teachers()["default"]
+    assert (said["weight_version"], said["weights"]) == (version, str(other_tiny_path))
+    for read_matrix in (client.read_matrix, http.read_matrix, lambda reads: ray.get(actor.read_matrix.remote(reads))):
+        with pytest.raises(VersionMismatch, match=f"expects weight version {version - 1}.*version {version}"):
+            read_matrix([MatrixRead([1], [2]), MatrixRead([1], [2], expect_version=version - 1)])
+        read_matrix([MatrixRead([1], [2], expect_version=version)])
+    label, score = client.read_labels([LabelRead([1], [2])])[0], http.read_matrix([MatrixRead([1], [2])])[0]
+    for meta in (label.meta, score.meta):
+        assert (meta.weight_version, meta.checkpoint) == (version, said["checkpoint"])
+
+
+def test_a_folder_whose_files_were_changed_is_another_version(client, tiny_path, other_tiny_path, tmp_path, tiny_model):
+    folder = shutil.copytree(other_tiny_path, tmp_path / "latest")
+    first = client.update_weights("default", folder)
+    shutil.copy(tiny_path / "model.safetensors", folder / "model.safetensors")
+    read = make_reads(1, seed=21)[0]
+    assert client.read_matrix([read])[0].meta.weight_version == first  # nothing looks at the folder meanwhile
+    assert client.update_weights("default", folder) == first + 1
+    score = client.read_matrix([read])[0]
+    np.testing.assert_allclose(score.logprobs, expected(tiny_model, read)[0], atol=LIMIT, rtol=0)
+    assert score.meta.weight_version == first + 1
+    assert score.meta.checkpoint == client.teachers()["default"]["checkpoint"]
+
+
+def test_changes_at_once_take_turns(client, actor, tiny_path, other_tiny_path):
+    first = client.teachers()["default"]["weight_version"]
+
+    async def by_async_client():
+        async with AsyncScoringClient() as other:
+            return await other.update_weights("default", tiny_path)
+
+    with ThreadPoolExecutor() as threads:
+        changes = [threads.submit(client.update_weights, "default", path) for path in (other_tiny_path, tiny_path)]
+        changes.append(threads.submit(asyncio.run, by_async_client()))
+        refs = [actor.update_weights.remote("default", str(other_tiny_path))]
+        versions = [change.result() for change in changes] + ray.get(refs)
+    assert sorted(versions) == [first + 1, first + 2, first + 3, first + 4]
+    assert client.read_matrix([MatrixRead([1], [2])])[0].meta.weight_version == first + 4
+
+
+def test_weights_that_do_not_fit_leave_the_old_ones_on_all_replicas(client, tiny_path, tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:2000].contiguous()
+
+    bad = changed_checkpoint(tmp_path / "bad", tiny_path, change)
+    before = client.teachers()["default"]
+    said = r"missing: model.layers.1.mlp.up_proj.weight; of another shape or dtype: lm_head.weight \(F32 \[2000, 128\]"
+    with pytest.raises(InvalidCheckpoint, match=said) as caught:
+        client.update_weights("default", bad)
+    assert len(caught.value.details["differences"]) == 2
+    with pytest.raises(UnknownTeacher, match="is 'nobody'; the weights of default can be changed"):
+        client.update_weights("nobody", tiny_path)
+    assert client.teachers()["default"] == before
+    infos = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("info").results(timeout_s=30)
+    assert {info["weight_version"] for info in infos} == {before["weight_version"]}
+
+
+def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(
+    client, http, application, tiny_path, other_tiny_path, other_tiny_model
+):
     reads = make_reads(300, seed=7)
+    version = client.update_weights("default", other_tiny_path)
     before = client.read_matrix(reads)
     places = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("placement").results(timeout_s=30)
     victim = next(pid for pid, name in places[0]["engine"].items() if "EngineCore" in name)
@@ -689,6 +786,16 @@ def test_an_engine_that_is_killed_under_load_loses_no_read_and_is_replaced(clien
     application.wait_for_replicas(2)
     left = [pid for pid in places[0]["engine"] if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
     assert not left
+    # The new one has started with the weights that are served now, not with those of the configuration.
+    infos = serve.get_deployment_handle("Teacher-default", APP_NAME).broadcast("info").results(timeout_s=30)
+    assert [info["weight_version"] for info in infos] == [version, version]
+    handle = serve.get_deployment_handle("Teacher-default", APP_NAME)
+    for replica in membership.members(handle):
+        call = pinned(handle, replica, "read_matrix").remote(MatrixBatch.from_reads(reads[:5]), 60)
+        scores, _ = call.result(timeout_s=60)
+        for read, score in zip(reads, scores, strict=False):
+            np.testing.assert_allclose(score.logprobs, expected(other_tiny_model, read)[0], atol=LIMIT, rtol=0)
+    client.update_weights("default", tiny_path)
 
 
 def blocks(language):

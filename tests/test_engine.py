@@ -24,6 +24,7 @@ from scoring.engine import (
 from scoring.errors import (
     DeadlineExceeded,
     EngineDead,
+    InvalidCheckpoint,
     InvalidRead,
     Overloaded,
     RefusedSettings,
@@ -33,6 +34,7 @@ from scoring.errors import (
 )
 from tests.oracle import hf_logprobs
 from tests.processes import engine_cores, workers
+from tests.weights import take_weights
 
 TINY = 3e-5
 
@@ -67,6 +69,7 @@ REFUSED = [
     ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}, "breaks label reads"),
     ("kv_transfer_config", {"kv_connector": "NixlConnector"}, "KV connectors"),
     ("kv_sharing_fast_prefill", True, "makes the scores of prompt tokens wrong"),
+    ("worker_extension_cls", "module.Class", "how this project's workers load other weights"),
     ("data_parallel_size", 2, r"replicas are Ray Serve's \(the teacher's setting num_replicas\)"),
 ]
 
@@ -253,6 +256,7 @@ def test_a_teacher_says_what_it_is_and_what_it_takes(tiny, tiny_path):
     assert info == {
         "teacher": "tiny",
         "model": str(tiny_path),
+        "weights": str(tiny_path),
         "vocabulary": 2048,
         "tokenizer_size": 2000,
         "max_length": 512,
@@ -718,3 +722,116 @@ def test_a_canary_that_is_answered_wrong_is_a_matter_of_health(tiny):
     assert type(wrong) is WrongEngineAnswer
     assert "NaN" in str(wrong)
     assert right is None
+
+
+# Weights that change.
+
+
+@pytest.fixture
+def changeable(tiny, tiny_path):
+    """The tiny engine, which gets its own weights back."""
+    yield tiny
+    tiny.call(take_weights, tiny_path, 0, self_test=False)
+
+
+def test_an_engine_takes_other_weights_in_place(changeable, other_tiny_path, other_tiny_model, good_scores):
+    read = MatrixRead(GOOD["prompt_ids"] * 4, GOOD["response_ids"], GOOD["candidate_ids"])
+    before = changeable.read_matrix([read, read, MatrixRead(**GOOD)])
+    assert before[1].meta.cached_tokens == 64
+    check_good(before[2], good_scores)
+    checkpoint = changeable.call(take_weights, other_tiny_path, 3)
+    due = hf_logprobs(other_tiny_model, GOOD["prompt_ids"] * 4 + GOOD["response_ids"])[79:-1, GOOD["candidate_ids"]]
+    assert np.abs(before[0].logprobs - due.numpy()).max() > 1
+    after = changeable.read_matrix([read, read])
+    for score, cached in zip(after, (0, 64), strict=True):  # what the old weights had left in the cache is gone
+        np.testing.assert_allclose(score.logprobs, due.numpy(), rtol=0, atol=TINY)
+        assert (score.meta.weight_version, score.meta.checkpoint) == (3, checkpoint)
+        assert score.meta.cached_tokens == cached
+    (label,) = changeable.read_labels([LabelRead(GOOD["prompt_ids"], [1, 2], expect_version=3)])
+    right = hf_logprobs(other_tiny_model, GOOD["prompt_ids"])[-1, [1, 2]].numpy()
+    np.testing.assert_allclose(label.logprobs, right, rtol=0, atol=TINY)
+    info = changeable.call(TeacherEngine.info)
+    assert (info.weight_version, info.checkpoint, info.weights) == (3, checkpoint, str(other_tiny_path))
+
+
+async def read_while_weights_change(engine: TeacherEngine, path, batches: list[MatrixBatch]) -> list:
+    """What becomes of batches: one that is under way, and those that come while the weights change: one that is meant
+    for the old weights, one for the new ones, one for any and one whose deadline comes; and what was outstanding."""
+    under_way = asyncio.create_task(engine.read_matrix(batches[0], version=0))
+    await asyncio.sleep(0.01)
+    changing = asyncio.create_task(take_weights(engine, path, 1))
+    while not engine._hold.closed:
+        await asyncio.sleep(0)
+    assert not under_way.done()
+    outstanding = engine.progress().outstanding_tokens
+    waiting = [
+        asyncio.create_task(engine.read_matrix(batches[1], version=version, timeout_s=timeout_s))
+        for version, timeout_s in ((0, 60), (1, 60), (None, 60), (0, 0.001))
+    ]
+    await asyncio.sleep(0)
+    outstanding = engine.progress().outstanding_tokens - outstanding
+    await changing
+    return [*await asyncio.gather(under_way, *waiting, return_exceptions=True), outstanding, engine.progress()]
+
+
+def test_reads_that_are_under_way_end_by_the_old_weights_and_others_wait_for_the_new_ones(
+    changeable, tiny_model, other_tiny_model, other_tiny_path
+):
+    long = MatrixBatch.from_reads([MatrixRead(ids(200, i), ids(100, -i - 1 + 1000), [1, 2, 3]) for i in range(10)])
+    short = MatrixBatch.from_reads([MatrixRead(**GOOD)])
+    under_way, old, new, any_, late, waited, progress = changeable.call(
+        read_while_weights_change, other_tiny_path, [long, short]
+    )
+    for read, score in zip(long, under_way, strict=True):
+        table = hf_logprobs(tiny_model, [*read.prompt_ids.tolist(), *read.response_ids.tolist()])
+        np.testing.assert_allclose(score.logprobs, table[199:-1, [1, 2, 3]].numpy(), rtol=0, atol=TINY)
+        assert score.meta.weight_version == 0
+    assert type(old) is VersionMismatch and old.details == {"weight_version": 1}
+    assert "meant for weight version 0; teacher 'tiny' serves version 1" in str(old)
+    right = hf_logprobs(other_tiny_model, GOOD["prompt_ids"] + GOOD["response_ids"])[19:-1, GOOD["candidate_ids"]]
+    for scores in (new, any_):
+        np.testing.assert_allclose(scores[0].logprobs, right.numpy(), rtol=0, atol=TINY)
+        assert scores[0].meta.weight_version == 1
+    assert type(late) is DeadlineExceeded and "weights were loaded" in str(late)
+    assert waited == 4 * 30  # tokens: those who wait count as outstanding
+    assert (progress.outstanding_reads, progress.outstanding_tokens) == (0, 0)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on(tiny, smollm2_path, good_scores, tmp_path):
+    with pytest.raises(InvalidCheckpoint, match="cannot take the place of those that are loaded; missing: ") as caught:
+        tiny.call(TeacherEngine.check_weights, str(smollm2_path))
+    assert [what.split(":")[0] for what in caught.value.details["differences"]] == [
+        "missing",
+        "unexpected",
+        "of another shape or dtype",
+        "config.json",
+        "tokenizer",
+    ]
+    for path, said in ((str(tmp_path), "holds no weights"), ("relative", "no absolute path")):
+        with pytest.raises(InvalidCheckpoint, match=said):
+            tiny.call(TeacherEngine.check_weights, path)
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)])[0], good_scores)
+
+
+async def health_while_held(engine: TeacherEngine, batch: MatrixBatch) -> tuple:
+    """Whether a watched engine counts as stalled while it is held for longer than its patience and a read waits; and
+    what its longest step was before and after."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._meter, "patience_s", 0.5)
+        patch.setattr(engine._meter, "_longest_step_s", 0.01)
+        engine.watch()
+        await engine.hold()
+        waiting = asyncio.create_task(engine.read_matrix(batch))
+        await asyncio.sleep(1.2)
+        stalled, longest = engine.stalled, engine.progress().longest_step_s
+        await engine.check_health()
+        engine.release()
+        await waiting
+        engine._watch.cancel()
+        return stalled, longest, engine.progress().longest_step_s
+
+
+def test_an_engine_that_is_held_does_not_count_as_stalled(tiny):
+    stalled, before, after = tiny.call(health_while_held, MatrixBatch.from_reads([MatrixRead(**GOOD)]))
+    assert not stalled
+    assert before == 0.01 and after < 1.0  # the time it was held is no step

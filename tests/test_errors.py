@@ -25,6 +25,7 @@ STATUSES = {
     "InvalidRead": 422,
     "BatchTooLarge": 422,
     "InvalidAdapter": 422,
+    "InvalidCheckpoint": 422,
     "NoTokenizer": 422,
     "UnknownTeacher": 422,
     "VersionMismatch": 409,

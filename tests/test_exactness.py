@@ -31,6 +31,7 @@ from tests.shared_prompts import (
     check_with_and_without,
     counter,
 )
+from tests.weights import changed_checkpoint, take_weights
 
 V = 2048
 TINY = 3e-5  # float32 on the tiny teacher, nats
@@ -637,6 +638,34 @@ def test_smollm2_scores_prose_as_hugging_face_does(smollm2_f32, prose, prose_f32
     np.testing.assert_allclose(labels.logprobs, prose_f32[199, [0, 49_151, prose[200]]], rtol=0, atol=SMOLLM2)
 
 
+@pytest.fixture(scope="module")
+def changed_smollm2(smollm2_path, tmp_path_factory):
+    """The folder of other weights for SmolLM2, whose head is tied to its embedding."""
+
+    def change(tensors):
+        assert "lm_head.weight" not in tensors
+        for name, tensor in tensors.items():
+            tensor *= 0.8 if "embed_tokens" in name else 1.05 if "down_proj" in name else 1.0
+
+    return changed_checkpoint(tmp_path_factory.mktemp("changed") / "smollm2", smollm2_path, change)
+
+
+@pytest.fixture(scope="module")
+def changed_prose_f32(changed_smollm2, prose, prose_f32) -> torch.Tensor:
+    changed = hf_logprobs(changed_smollm2, prose)
+    assert (changed - prose_f32).abs().mean() > 1
+    return changed
+
+
+def test_weights_that_smollm2_takes_in_place_score_as_hugging_face_says(
+    smollm2_f32, smollm2_path, prose_read, changed_smollm2, changed_prose_f32
+):
+    smollm2_f32.call(take_weights, changed_smollm2, 1, self_test=False)
+    (score,) = smollm2_f32.read_matrix([MatrixRead(**prose_read)])
+    smollm2_f32.call(take_weights, smollm2_path, 0, self_test=False)
+    assert_scores(score, expected(changed_prose_f32, prose_read), SMOLLM2)
+
+
 def test_in_bfloat16_scores_are_no_further_off_than_hugging_faces(
     smollm2_bf16, smollm2_path, prose, prose_f32, prose_read
 ):
@@ -661,3 +690,12 @@ def test_a_float32_head_brings_a_bfloat16_body_closer_to_the_truth(
 
 def test_a_bfloat16_engine_passes_its_self_test(smollm2_bf16):
     check_self_test(smollm2_bf16)
+
+
+def test_weights_that_are_taken_in_place_in_bfloat16_are_all_taken(
+    smollm2_bf16, smollm2_path, prose_read, changed_smollm2, changed_prose_f32
+):
+    smollm2_bf16.call(take_weights, changed_smollm2, 1, self_test=False)
+    (score,) = smollm2_bf16.read_matrix([MatrixRead(**prose_read)])
+    smollm2_bf16.call(take_weights, smollm2_path, 0, self_test=False)
+    assert mean_error(score, expected(changed_prose_f32, prose_read)) < 0.2

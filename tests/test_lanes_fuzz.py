@@ -13,7 +13,7 @@ from deployments.router import Router
 from scoring import LabelRead, MatrixRead
 from scoring.coalescing import Coalescer
 from scoring.errors import Overloaded, ScoringError
-from tests.stand_in_replicas import StandInReplica, StandInReplicas
+from tests.stand_in_replicas import OF_A_VERSION, StandInReplica, StandInReplicas
 from tests.stand_in_router import score
 from tests.test_router import CATALOG
 
@@ -38,6 +38,14 @@ def new_replica(rng: random.Random) -> StandInReplica:
     return Replica(step_tokens=500, step_s=step_s, max_outstanding_tokens=limit, block=block)
 
 
+def change_weights(rng: random.Random, replicas: StandInReplicas, version: int) -> None:
+    """Of all replicas at once; one may be behind, as one that is starting just now is."""
+    behind = rng.choice([None, *replicas.by_name])
+    for name, replica in replicas.by_name.items():
+        if name != behind:
+            replica.weight_version = version
+
+
 def refusing(rng: random.Random):
     def fail(count: int) -> None:
         if rng.random() < 0.5:
@@ -49,15 +57,17 @@ def refusing(rng: random.Random):
 async def misbehave(rng: random.Random, replicas: StandInReplicas, once: list[StandInReplica]) -> None:
     """Until the end of the chaos; then all that is left is in order."""
     loop = asyncio.get_running_loop()
-    end, number = loop.time() + _CHAOS_S, 0
+    end, number, version = loop.time() + _CHAOS_S, 0, 0
     while loop.time() < end:
         await asyncio.sleep(rng.uniform(0.001, 0.04))
         name = rng.choice([*replicas.by_name, "new"])
-        what = "come" if name == "new" else rng.choice(["die", "leave", "stop", "deaf", "refuse", "mend", "mend"])
+        ways = ["die", "leave", "stop", "deaf", "refuse", "change", "catch up", "mend", "mend"]
+        what = "come" if name == "new" else rng.choice(ways)
         replica = replicas.by_name.get(name)
         if what == "come" and len(replicas.by_name) < 5:
             number += 1
-            replicas.by_name[rng.choice([f"r{number}", "r1"])] = new_replica(rng)
+            replicas.by_name[rng.choice([f"r{number}", "r1"])] = newcomer = new_replica(rng)
+            newcomer.weight_version = rng.choice([version, version, max(version - 1, 0)])
         elif what in ("die", "leave"):
             del replicas.by_name[name]
             if what == "die":
@@ -68,6 +78,11 @@ async def misbehave(rng: random.Random, replicas: StandInReplicas, once: list[St
             replica.deaf = True
         elif what == "refuse":
             replica.fail = refusing(rng)
+        elif what == "change":
+            version += 1
+            change_weights(rng, replicas, version)
+        elif what == "catch up":
+            replica.weight_version = version
         elif what == "mend":
             replica.stopped = replica.deaf = False
             replica.fail = None
@@ -97,15 +112,20 @@ def check(read: MatrixRead, answer) -> None:
     if isinstance(answer, ScoringError):
         assert type(answer).__name__ in TYPED, repr(answer)
     else:
-        assert answer.response_logprobs.tolist() == [score(read.response_ids[0])]
-        assert answer.logprobs.tolist() == [[score(read.candidate_ids[0, 0])]]
+        off = OF_A_VERSION * answer.meta.weight_version
+        assert answer.response_logprobs.tolist() == [score(read.response_ids[0]) - off]
+        assert answer.logprobs.tolist() == [[score(read.candidate_ids[0, 0]) - off]]
 
 
 async def read_all(rng, router, coalescer, timeout_s):
     reads = some_reads(rng)
     scores = await router.read_matrix(reads, timeout_s=timeout_s, return_exceptions=True)
+    versions = {"default": set(), "math": set()}
     for read, answer in zip(reads, scores, strict=True):
         check(read, answer)
+        if not isinstance(answer, ScoringError):
+            versions[read.teacher or "default"].add(answer.meta.weight_version)
+    assert max(map(len, versions.values())) <= 1
 
 
 async def leave(rng, router, coalescer, timeout_s):
@@ -145,7 +165,9 @@ async def submit(rng, router, coalescer, timeout_s):
 async def labels(rng, router, coalescer, timeout_s):
     reads = [LabelRead([1] * 10, [i]) for i in range(rng.choice([1, 40]))]
     for i, answer in enumerate(await router.read_labels(reads, timeout_s=timeout_s, return_exceptions=True)):
-        assert isinstance(answer, ScoringError) or answer.logprobs.tolist() == [score(i)]
+        assert isinstance(answer, ScoringError) or answer.logprobs.tolist() == [
+            score(i) - OF_A_VERSION * answer.meta.weight_version
+        ]
 
 
 async def caller(rng: random.Random, *asked) -> None:

@@ -116,6 +116,27 @@ def test_silence_begins_with_the_work_or_the_last_step_not_with_the_look_before(
     assert engine.meter.silent_s == pytest.approx(0.2)
 
 
+def test_an_engine_whose_weights_are_loaded_is_not_stalled_and_the_time_is_no_step(engine):
+    engine.meter.take(5)
+    engine.wait(9)
+    engine.meter.suspend()
+    engine.wait(100)
+    engine.meter.step()  # of its self-test
+    engine.wait(100)
+    assert not engine.meter.stalled and engine.meter.silent_s == 0
+    assert engine.meter.now().since_last_step_s == 100
+    engine.meter.resume()
+    engine.wait(2)
+    engine.meter.step()
+    assert engine.meter.now().longest_step_s == 2
+    engine.meter.suspend()
+    engine.meter.resume()
+    engine.wait(10.25)
+    assert engine.meter.stalled
+    engine.meter.resume()  # without having been suspended
+    assert engine.meter.stalled
+
+
 def test_outstanding_work_is_counted_exactly(engine):
     settles = [engine.meter.take(tokens) for tokens in (3, 40, 500)]
     assert (engine.meter.now().outstanding_reads, engine.meter.now().outstanding_tokens) == (3, 543)

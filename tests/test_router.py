@@ -27,7 +27,7 @@ from scoring.errors import (
     TeacherUnavailable,
     UnknownTeacher,
 )
-from tests.stand_in_replicas import StandInReplica, StandInReplicas, right_matrix
+from tests.stand_in_replicas import OF_A_VERSION, StandInReplica, StandInReplicas, right_matrix
 
 LIMITS = {"max_batch_reads": 10_000, "max_batch_tokens": 10**6, "max_request_bytes": 10**6, "max_answer_bytes": 10**6}
 CATALOG = {
@@ -406,11 +406,114 @@ async def test_new_weights_hold_nothing(router, replicas):
     await router.read_matrix(reads)
     of_a = {prompt for prompt, names in where(replicas).items() if names == {"a"}}
     affinity = router._lanes["Teacher-default"]._affinity
-    assert set(affinity._recent.values()) == {"a", "b"}
+    held = list(affinity._recent.values())
+    assert set(held) == {"a", "b"}
     both[0].weight_version = 1
     await router.read_matrix(samples(min(of_a), count=1))  # at home, from where the new version is heard
     assert where(replicas) == {min(of_a): {"a"}}
-    assert set(affinity._recent.values()) == {"b"}
+    now_held = list(affinity._recent.values())
+    assert now_held.count("b") == held.count("b")
+    assert 0 < now_held.count("a") <= held.count("a") // len(of_a)  # the prompt that was just asked
+
+
+# ---- weights that change
+
+
+async def check_by_version(scores, reads):
+    """Every score is that of the version that it names; which versions there are."""
+    for score, logprobs in zip(scores, await right_matrix(reads), strict=True):
+        np.testing.assert_array_equal(score.logprobs, logprobs - OF_A_VERSION * score.meta.weight_version)
+    return {score.meta.weight_version for score in scores}
+
+
+async def change_weights_after(replicas, steps, version=1):
+    while sum(replica.steps for replica in replicas.by_name.values()) < steps:
+        await asyncio.sleep(0.001)
+    for replica in replicas.by_name.values():
+        replica.weight_version = version
+
+
+async def test_a_batch_whose_weights_change_is_answered_whole_by_the_new_ones(router, replicas):
+    reads = reads_of(200, 100)
+    reading = asyncio.create_task(router.read_matrix(reads))
+    await change_weights_after(replicas, 8)
+    assert await check_by_version(await reading, reads) == {1}
+    # What was answered before is asked again, and what was under way is not asked twice.
+    assert 200 < sum(len(replica.order) for replica in replicas.by_name.values()) < 400
+
+
+async def test_reads_that_are_taken_one_by_one_name_the_version_of_each(router, replicas):
+    reads = reads_of(200, 100)
+    changing = asyncio.create_task(change_weights_after(replicas, 8))
+    found = [item async for item in router.iter_matrix(reads)]
+    await changing
+    assert sorted(i for i, _ in found) == list(range(200))
+    assert await check_by_version([score for _, score in found], [reads[i] for i, _ in found]) == {0, 1}
+    assert sum(len(replica.order) for replica in replicas.by_name.values()) == 200  # none of them was asked twice
+
+
+async def test_a_replica_that_is_behind_gets_nothing_until_it_has_the_new_weights(router, replicas, monkeypatch):
+    monkeypatch.setattr("deployments.lanes._BEHIND_S", 0.02)
+    await router.read_matrix(READS)
+    a, b = replicas.by_name.values()
+    a.weight_version = 1
+    before, started = b.calls, asyncio.get_running_loop().time()
+    for _ in range(3):
+        reads = reads_of(50, 100)
+        assert await check_by_version(await router.read_matrix(reads), reads) == {1}
+    tries = 1 + (asyncio.get_running_loop().time() - started) / 0.02
+    assert b.calls - before <= 3 * tries  # a window of chunks is on its way to it when it refuses
+    answered = len(b.order)
+    b.weight_version = 1
+    await asyncio.sleep(0.03)
+    reads = reads_of(50, 100)
+    assert await check_by_version(await router.read_matrix(reads), reads) == {1}
+    assert len(b.order) > answered == 5  # of READS
+
+
+async def test_when_the_last_replica_of_a_version_is_gone_what_is_left_answers(router, replicas):
+    replicas.by_name["a"].weight_version = replicas.by_name["b"].weight_version = 7
+    await router.read_matrix(READS)
+    reads = reads_of(100, 100)
+    reading = asyncio.create_task(router.read_matrix(reads))
+    await asyncio.sleep(0.01)
+    lost, replicas.by_name = replicas.by_name, {"c": StandInReplica(), "d": StandInReplica()}
+    for replica in lost.values():
+        replica.die()
+    assert await check_by_version(await reading, reads) == {0}
+
+
+async def test_of_a_mixed_batch_the_reads_of_the_teacher_whose_weights_change_are_asked_again(router, monkeypatch):
+    by_deployment = {name: StandInReplicas(a=StandInReplica()) for name in CATALOG["deployments"].values()}
+    monkeypatch.setattr("deployments.router.Replicas", lambda app, teacher, deployment, why: by_deployment[deployment])
+    reads = reads_of(100, 100) + reads_of(100, 100, teacher="math")
+    reading = asyncio.create_task(router.read_matrix(reads))
+    await change_weights_after(by_deployment["Teacher-math"], 4)
+    scores = list(await reading)
+    assert await check_by_version(scores[:100], reads[:100]) == {0}
+    assert await check_by_version(scores[100:], reads[100:]) == {1}
+    default, math = (replicas.by_name["a"] for replicas in by_deployment.values())
+    assert 100 <= len(default.order) <= 125 < len(math.order)  # what was under way there is asked again too
+
+
+async def test_who_has_changed_the_weights_knows_which_replicas_have_the_new_ones(router, replicas, monkeypatch):
+    await router.read_matrix(READS)
+    await change_weights_after(replicas, 0)
+    versions = dict.fromkeys(replicas.by_name, 1)
+    asked = []
+
+    async def ask_ingress(*args, timeout_s):
+        asked.append(args)
+        return {"deployment": "Teacher-default", "weight_version": 1, "checkpoint": "4567", "replicas": versions}
+
+    router._infos["Teacher-default"] = float("inf"), {"as": "before"}
+    monkeypatch.setattr(router._catalog, "ask_ingress", ask_ingress)
+    assert await router.update_weights("default", "/weights/1", timeout_s=5) == 1
+    assert asked == [("update_weights", "default", "/weights/1", 5)]
+    calls = {replica: replica.calls for replica in replicas.by_name.values()}
+    assert await check_by_version(await router.read_matrix(READS), READS) == {1}
+    assert [replica.calls - before for replica, before in calls.items()] == [1, 1]  # none was refused
+    assert (await router.teachers())["default"]["weight_version"] == 1
 
 
 async def test_without_reuse_nothing_is_grouped(router, replicas, monkeypatch):
@@ -824,7 +927,7 @@ async def test_an_adapter_says_what_it_goes_over_and_has_a_checkpoint_of_its_own
     teachers = await Router("app", catalog_with(adapters)).teachers()
     assert list(teachers) == ["math", "default", "judge", "polite", "broken"]
     base = {"max_batched_tokens": 1000, "max_outstanding_tokens": 1 << 40, "checkpoint": "0123", "replicas": 2}
-    base |= {"prefix_reuse": False, "block_size": 32}
+    base |= {"prefix_reuse": False, "block_size": 32, "weight_version": 0}
     for name in ("math", "default", "judge"):
         assert teachers[name] == base | {"teacher": name, "default": name == "math"}
     of_adapter = {"base": "math", "default": False}

@@ -10,9 +10,18 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 
+import deployments.teacher
 from deployments.teacher import Teacher, _without_traceback
 from scoring import LabelBatch, LabelRead, MatrixBatch, MatrixRead
-from scoring.errors import DeadlineExceeded, InvalidRead, Overloaded, SelfTestFailed, TeacherUnavailable
+from scoring.errors import (
+    DeadlineExceeded,
+    InvalidRead,
+    Overloaded,
+    SelfTestFailed,
+    TeacherUnavailable,
+    VersionMismatch,
+)
+from scoring.weights import Weights
 from tests.engine_process import EngineProcess
 from tests.processes import engine_cores, workers
 
@@ -26,6 +35,7 @@ LABEL = LabelBatch.from_reads([LabelRead([1, 2, 3], [6])])
 @contextlib.asynccontextmanager
 async def hosted_teacher(config: dict) -> AsyncIterator[Teacher]:
     """A Teacher as a replica makes and unmakes it; it loses patience with its engine sooner."""
+    deployments.teacher._record_of_weights = lambda: None  # there is no Ray around it
     teacher = Teacher.__new__(Teacher)
     await teacher.__init__("tiny", config)
     teacher._engine._meter.patience_s = PATIENCE_S
@@ -211,6 +221,67 @@ def test_a_health_check_does_not_wait_behind_reads(teacher):
     seconds, waiting = teacher.call(check_health_under_load)
     assert seconds < 1
     assert waiting > 100
+
+
+# Weights that change.
+
+
+async def wait_for_weights(teacher: Teacher, path: str) -> dict:
+    """What a replica says and does while weights are prepared for longer than it is patient with its engine, while the
+    record is written, and when it is told to go by it; and then with the old record again."""
+    old = teacher._engine.weights
+    new = Weights(1, path, (await teacher.check_weights(path))["checkpoint"])
+    await teacher.prepare_weights(new, 60)
+    waiting = asyncio.create_task(teacher.read_matrix(SHORT, 60, version=0))
+    for _ in range(3):
+        await asyncio.sleep(PATIENCE_S / 2)
+        assert await teacher.keep_weights(new)
+    await teacher.check_health()
+    held = {"done": waiting.done(), "tokens": teacher.outstanding_tokens, "info": await teacher.info()}
+    deployments.teacher._record_of_weights = lambda: (new, teacher._model)
+    followed = await teacher.follow_record()
+    outcomes = await asyncio.gather(waiting, teacher.read_matrix(SHORT, 60, version=1), return_exceptions=True)
+    info = await teacher.info()
+    deployments.teacher._record_of_weights = lambda: (old, teacher._model)
+    back = await teacher.follow_record()
+    deployments.teacher._record_of_weights = lambda: (Weights(9, path, ""), "another model")
+    unmoved = await teacher.follow_record()
+    deployments.teacher._record_of_weights = lambda: None
+    return {"held": held, "versions": (followed, back, unmoved), "outcomes": outcomes, "info": info, "new": new}
+
+
+def test_a_replica_holds_reads_while_weights_are_prepared_and_serves_what_the_record_says(teacher, other_tiny_path):
+    found = teacher.call(wait_for_weights, str(other_tiny_path))
+    held, (old, after) = found["held"], found["outcomes"]
+    assert (held["done"], held["tokens"]) == (False, 5)
+    assert held["info"]["weight_version"] == 0  # nobody is answered by the new ones yet
+    assert held["info"]["checkpoint"] != found["new"].checkpoint and held["info"]["weights"] == held["info"]["model"]
+    assert found["versions"] == (1, 0, 0)
+    assert type(old) is VersionMismatch and old.details == {"weight_version": 1}
+    assert not after[0].errors and after[0][0].meta.weight_version == 1
+    info = found["info"]
+    assert (info["weight_version"], info["weights"]) == (1, str(other_tiny_path))
+    assert info["checkpoint"] == found["new"].checkpoint == after[0][0].meta.checkpoint
+
+
+async def ask_for_newer_weights(teacher: Teacher, path: str) -> tuple:
+    """What a shard that is meant for weights of which only the record tells gets, and the version some time after."""
+    checkpoint = (await teacher.check_weights(path))["checkpoint"]
+    old = teacher._engine.weights
+    deployments.teacher._record_of_weights = lambda: (Weights(1, path, checkpoint), teacher._model)
+    outcome = (await asyncio.gather(teacher.read_labels(LABEL, 60, version=1), return_exceptions=True))[0]
+    await asyncio.sleep(0.7)
+    version = (await teacher.info())["weight_version"]
+    deployments.teacher._record_of_weights = lambda: (old, teacher._model)
+    await teacher.follow_record()
+    deployments.teacher._record_of_weights = lambda: None
+    return outcome, version
+
+
+def test_a_replica_that_hears_of_newer_weights_loads_them(teacher, other_tiny_path):
+    outcome, version = teacher.call(ask_for_newer_weights, str(other_tiny_path))
+    assert type(outcome) is VersionMismatch and outcome.details == {"weight_version": 0}
+    assert version == 1
 
 
 # Its end.

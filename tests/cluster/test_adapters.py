@@ -151,6 +151,31 @@ def test_an_adapter_that_was_changed_in_its_place_is_refused_until_it_is_added_a
     client.remove_adapter("moving")
 
 
+def test_adapters_stay_over_weights_that_change(
+    client, service, folders, tiny_model, tiny_path, other_tiny_model, other_tiny_path
+):
+    client.add_adapter("strict", "default", str(folders["strict"]))
+    names = ["polite", None, "strict"]
+    before = {score.meta.teacher: score.meta.checkpoint for score in client.read_matrix([read_of(n) for n in names])}
+    assert client.teachers()["polite"]["checkpoint"] == before["polite"]
+    with pytest.raises(UnknownTeacher, match="is 'polite'; the weights of default, judge can be changed"):
+        client.update_weights("polite", other_tiny_path)
+    version = client.update_weights("judge", other_tiny_path)
+    for by in (client, HttpScoringClient(service.url)):
+        scores = by.read_matrix([read_of(name) for name in names * 3])
+        for name, score in zip(names * 3, scores, strict=True):
+            model = merged(other_tiny_model, folders[name]) if name else other_tiny_model
+            np.testing.assert_allclose(score.logprobs, right(model), atol=LIMIT, rtol=0)
+            assert score.meta.weight_version == version
+            old, new = before[score.meta.teacher].split("+"), score.meta.checkpoint.split("+")
+            assert old[0] != new[0] and old[1:] == new[1:]
+            assert client.teachers()[score.meta.teacher]["checkpoint"] == score.meta.checkpoint
+    assert client.update_weights("default", tiny_path) == version + 1
+    score = client.read_matrix([read_of("polite")])[0]
+    np.testing.assert_allclose(score.logprobs, right(merged(tiny_model, folders["polite"])), atol=LIMIT, rtol=0)
+    client.remove_adapter("strict")
+
+
 def test_names_lead_somewhere(client, folders):
     with pytest.raises(UnknownTeacher, match="is 'polite'; an adapter goes over one of default, judge"):
         client.add_adapter("new", "polite", str(folders["strict"]))
@@ -203,7 +228,10 @@ def test_what_vllm_would_not_apply_is_refused(folders, tmp_path, change, said):
 def test_what_was_added_is_forgotten_with_the_application(client, service, folders):
     """The last one: the service is gone after it."""
     client.add_adapter("lasting", "default", str(folders["strict"]))
+    client.update_weights("default", client.teachers()["default"]["weights"])
     before = record.load("teacher-scoring")
     assert "lasting" in before["adapters"]
+    assert record.load_weights("teacher-scoring", "Teacher-default") is not None
     serve.delete("teacher-scoring")
     assert record.load("teacher-scoring") == before | {"adapters": {}}
+    assert record.load_weights("teacher-scoring", "Teacher-default") is None
