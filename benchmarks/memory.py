@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +11,7 @@ import psutil
 from benchmarks.rows import Result, Row, rows_of, say
 from benchmarks.setup import Setup
 from benchmarks.workloads import Reads
+from tests.memory import forget_peak, resident
 from tests.serve_process import ServeProcess
 from tests.tiny_teacher import make_tiny_teacher
 
@@ -63,12 +63,12 @@ class MemoryStage:
         used: dict[str, list[float]] = {name: [] for name in processes}
         for number in range(setup.rounds):
             batch = Reads(_VOCABULARY, 1, 1, ROWS, WIDTH, number).batch()
-            before = {name: _resident(pid) for name, pid in processes.items()}
+            before = {name: resident(pid) for name, pid in processes.items()}
             for pid in processes.values():
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from here on
+                forget_peak(pid)
             assert client.read_matrix(batch)[0].logprobs.shape == (ROWS, WIDTH)
             for name, pid in processes.items():
-                used[name].append((_resident(pid, peak=True) - before[name]) / _MIB)
+                used[name].append((resident(pid, peak=True) - before[name]) / _MIB)
             say("   ".join(f"{name} {values[-1]:.1f} MiB" for name, values in used.items()))
         ours = used["replica"]
         return Result(self.rows["memory-read"], ours, [allowed] * len(ours), "MiB above idle", {"processes": used})
@@ -78,7 +78,7 @@ class MemoryStage:
         for number in range(SMALL_READS // AT_ONCE):
             client.read_matrix(_small(number))
             for name, pid in processes.items():
-                sizes[name].append(_resident(pid) / _MIB)
+                sizes[name].append(resident(pid) / _MIB)
         say("   ".join(f"{name} {v[1]:.1f} -> {v[-1]:.1f} MiB" for name, v in sizes.items()))
         after_some = sizes["replica"][SMALL_READS // 10 // AT_ONCE - 1]
         return Result(self.rows["memory-many"], [sizes["replica"][-1]], [after_some], "MiB", {"processes": sizes})
@@ -102,10 +102,3 @@ def _processes() -> dict[str, int]:
             if name:
                 found[name] = pid
     return found
-
-
-def _resident(pid: int, peak: bool = False) -> int:
-    """Bytes of a process that are in memory, or were at most since its peak was reset."""
-    field = "VmHWM:" if peak else "VmRSS:"
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024

@@ -24,7 +24,12 @@ class MatrixRead:
     """One prefill over prompt + response; log-probabilities of candidates at response positions.
 
     The answer's row r holds `log p(candidate_ids[r, k] given prompt + response[:r])`: row r predicts
-    `response_ids[r]`. With C prompt ids, that is the model's output at position C - 1 + r.
+    `response_ids[r]`. With C prompt ids, that is the model's output at position C - 1 + r. With three
+    tokens, of which the first is the prompt, and with `log_p(ids)` for the model's float32 [V] after `ids`:
+
+        >>> (score,) = read_matrix([MatrixRead([11], [12, 13], candidate_ids=[[12], [13]])])
+        >>> bool(np.abs(score.logprobs - [[log_p([11])[12]], [log_p([11, 12])[13]]]).max() < 3e-5)
+        True
 
     Args:
         prompt_ids: int [C], at least one id.

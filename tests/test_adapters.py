@@ -13,6 +13,7 @@ from scoring.adapters import Adapter, check_adapter, weights_stamp
 from scoring.checkpoint import checkpoint_hash
 from scoring.engine import TeacherEngine
 from scoring.errors import InvalidAdapter
+from tests.lora import make_adapter
 
 
 @pytest.fixture
@@ -39,6 +40,14 @@ def test_an_adapter_of_a_module_that_would_be_left_out_is_refused(adapter):
     """vLLM loads it without a word, and answers as if those matrices were not there."""
     with pytest.raises(InvalidAdapter, match=r"changes fc1, .* allowed are q_proj, v_proj .*lora_target_modules"):
         check_adapter(adapter, 8, ["q_proj", "v_proj"])
+
+
+def test_an_adapter_of_the_output_head_is_refused(tiny_model, tmp_path):
+    """Rows of a matrix would be scored without it, or with that of another request."""
+    path = make_adapter(tmp_path / "head", tiny_model, ("lm_head",), rank=1)
+    for modules in (None, ["lm_head"]):
+        with pytest.raises(InvalidAdapter, match="changes lm_head; in scores vLLM would leave that out"):
+            check_adapter(path, 8, modules)
 
 
 class Engine(TeacherEngine):

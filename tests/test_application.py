@@ -521,6 +521,11 @@ READ = {"prompt_ids": [1, 2], "response_ids": [3, 4], "candidate_ids": [[5, 6], 
         ({"candidate_ids": [[5, 6]]}, "candidate_ids", "1 rows"),
         ({"candidate_ids": [[5, -1, 6], [7, 8, 9]]}, "candidate_ids[0][1]", "-1"),
         ({"candidate_ids": [[5, 2**31], [7, 8]]}, "candidate_ids[0][1]", str(2**31)),
+        ({"candidate_ids": [[5, -2], [7, 8]]}, "candidate_ids[0][1]", "-2"),
+        ({"candidate_ids": [[5, VOCABULARY], [7, 8]]}, "candidate_ids[0][1]", "2048"),
+        ({"candidate_ids": [[5.0, 6], [7, 8]]}, "candidate_ids[0][0]", "5.0"),
+        ({"candidate_ids": [[True, 6], [7, 8]]}, "candidate_ids[0][0]", "True"),
+        ({"prompt_ids": [-35, -11378, 3392, 1873042417, 126]}, "prompt_ids[0]", "-35"),
         ({"rows": [0, 0]}, "rows", "more than once"),
         ({"rows": [2]}, "rows[0]", "[0, 2)"),
         ({"temperature": 0.7}, "temperature", "not a field"),
@@ -539,13 +544,50 @@ def test_bad_json_is_a_422_that_names_read_and_field_and_the_next_read_works(app
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"reads": 5}', b'{"reads": [], "sampling_params": {}}', b"\xff\x00"]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"reads": 5}',
+        json.dumps({"reads": [READ], "sampling_params": {"prompt_logprobs": 20}}).encode(),
+        json.dumps({"reads": [READ], "temperature": 0.7}).encode(),
+        b"\xff\x00",
+    ],
 )
 def test_a_body_that_is_no_request_is_a_422_too(application, body):
     answer = httpx.post(
         f"{application.url}/v1/matrix-reads", content=body, headers={"content-type": "application/json"}, timeout=60
     )
     assert answer.status_code == 422 and answer.json()["error"]["message"]
+    assert httpx.post(f"{application.url}/v1/matrix-reads", json={"reads": [READ]}, timeout=60).status_code == 200
+
+
+def test_short_rows_are_minus_infinity_in_binary_and_null_in_json(application, http, tiny_model):
+    ragged = {"prompt_ids": [1, 2], "response_ids": [3, 4], "candidate_ids": [[5, 6, 7], [8]]}
+    table = hf_logprobs(tiny_model, [1, 2, 3, 4]).numpy()
+    due = np.array([table[1, [5, 6, 7]], [table[2, 8], -np.inf, -np.inf]], np.float32)
+    (binary,) = http.read_matrix([MatrixRead(**ragged)])
+    np.testing.assert_allclose(binary.logprobs, due, atol=LIMIT, rtol=0)
+    answer = httpx.post(f"{application.url}/v1/matrix-reads", json={"reads": [ragged]}, timeout=60).json()
+    assert answer["results"][0]["logprobs"][1] == [pytest.approx(due[1, 0], abs=LIMIT), None, None]
+
+
+def test_vllms_likeliest_tokens_of_a_prompt_are_answered_within_the_limits(application, tiny_model):
+    def ask(length):
+        ids = np.random.default_rng(13).integers(0, VOCABULARY, length).tolist()
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 20}}
+        return ids, httpx.post(f"{application.url}/inference/v1/generate", json=body, timeout=60)
+
+    ids, answer = ask(511)
+    given = answer.json()["prompt_logprobs"]
+    best = hf_logprobs(tiny_model, ids[:-1]).topk(20).values.numpy()
+    assert answer.status_code == 200 and given[0] is None and len(given) == 511
+    for row, due in zip(given[1:], best, strict=True):
+        found = sorted((entry["logprob"] for entry in row.values() if entry["rank"] <= 20), reverse=True)
+        np.testing.assert_allclose(found, due, atol=LIMIT, rtol=0)
+    _, refused = ask(6000)
+    assert refused.status_code == 400 and "6000+1 > 512" in refused.json()["error"]["message"]
 
 
 def test_nothing_that_was_asked_stands_in_any_log(application, client, http):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ from scoring.errors import (
     VersionMismatch,
     WrongEngineAnswer,
 )
+from tests.memory import read_and_weigh
 from tests.oracle import hf_logprobs
 from tests.processes import engine_cores, workers
 from tests.weights import take_weights
@@ -244,6 +246,63 @@ def test_a_nan_among_labels_is_an_error_that_names_the_label():
         check_label_answer([-1.0, float("nan"), -2.0])
 
 
+def nan_at(values: np.ndarray, row: int, column: int) -> np.ndarray:
+    values = values.copy()
+    values[row, column] = np.nan
+    return values
+
+
+# By name: what of vLLM's output is another than it was, and what is said of it.
+SPOILT = {
+    "a row less": (
+        lambda output: {"prompt_token_id_logprobs": output.prompt_token_id_logprobs[:-1]},
+        r"shape \[9, 4\]; \[10, 4\] is due",
+    ),
+    "a column less": (
+        lambda output: {"prompt_token_id_logprobs": output.prompt_token_id_logprobs[:, :-1]},
+        r"shape \[10, 3\]; \[10, 4\] is due",
+    ),
+    "float64": (
+        lambda output: {"prompt_token_id_logprobs": output.prompt_token_id_logprobs.astype(np.float64)},
+        "float64 scores; float32 is due",
+    ),
+    "NaN": (  # of four columns the first is the response's own token
+        lambda output: {"prompt_token_id_logprobs": nan_at(output.prompt_token_id_logprobs, 3, 2)},
+        "NaN at row 3 col 1",
+    ),
+    "a token more": (
+        lambda output: {"prompt_token_ids": [*output.prompt_token_ids, 1]},
+        "the engine saw 31 prompt tokens; 30 were sent",
+    ),
+}
+
+
+async def read_spoilt(engine: TeacherEngine, batch: MatrixBatch, name: str):
+    """The answer to a batch when what vLLM says of it is spoilt on its way."""
+    generate, change = engine._llm.generate, SPOILT[name][0]
+
+    async def spoilt(*args, **options):
+        async for output in generate(*args, **options):
+            for field, value in change(output).items():
+                setattr(output, field, value)
+            yield output
+
+    engine._llm.generate = spoilt
+    try:
+        return await engine.read_matrix(batch)
+    finally:
+        del engine._llm.generate
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_read_whose_answer_is_spoilt_fails_and_is_never_mended(tiny, good_scores, name):
+    (error,) = tiny.call(read_spoilt, MatrixBatch.from_reads([MatrixRead(**GOOD)]), name)
+    assert type(error) is WrongEngineAnswer
+    assert error.read == 0
+    assert re.search(SPOILT[name][1], str(error))
+    check_good(tiny.read_matrix([MatrixRead(**GOOD)])[0], good_scores)
+
+
 # What a teacher says of itself.
 
 
@@ -315,6 +374,30 @@ def test_ids_the_tokenizer_does_not_know_are_scored_and_counted(tiny, tiny_model
     np.testing.assert_allclose(score.logprobs, wanted, rtol=0, atol=TINY)
     (labels,) = tiny.read_labels([LabelRead([2000, 5], [2047, 6])])
     assert labels.meta.ids_beyond_tokenizer == 2
+
+
+def tokenizer_of(engine: TeacherEngine) -> object:
+    return engine._llm.tokenizer
+
+
+def test_ids_are_scored_as_they_come_without_a_tokenizer(tiny, tiny_model):
+    assert tiny.call(tokenizer_of) is None
+    (score,) = tiny.read_matrix([MatrixRead([5, 6], [7, 7, 7, 1999], [7, 1999])])
+    wanted = hf_logprobs(tiny_model, [5, 6, 7, 7, 7, 1999])[1:-1, [7, 1999]].numpy()
+    np.testing.assert_allclose(score.logprobs, wanted, rtol=0, atol=TINY)
+    own = [*wanted[:3, 0], wanted[3, 1]]
+    np.testing.assert_allclose(score.response_logprobs, own, rtol=0, atol=TINY)
+
+
+def test_many_long_reads_at_once_take_little_more_memory_than_their_answers(tiny, tiny_model):
+    rng = np.random.default_rng(0)
+    reads = [MatrixRead(ids(8, i), ids(500, 50 + i), rng.integers(0, 2048, (500, 64))) for i in range(32)]
+    scores, here, there = tiny.call(read_and_weigh, MatrixBatch.from_reads(reads))
+    assert [score.logprobs.shape for score in scores] == [(500, 64)] * 32
+    for read, score in zip(reads, scores, strict=True):
+        table = hf_logprobs(tiny_model, [*read.prompt_ids.tolist(), *read.response_ids.tolist()])[7:-1].numpy()
+        np.testing.assert_allclose(score.logprobs, np.take_along_axis(table, read.candidate_ids, 1), rtol=0, atol=TINY)
+    assert max(here, there) < 32 << 20  # the answers are 4 MiB, and all rows of logits would be 125
 
 
 # Reads that cannot be answered.

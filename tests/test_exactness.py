@@ -6,6 +6,7 @@ code under test.
 
 import asyncio
 import dataclasses
+import doctest
 import json
 import math
 import time
@@ -23,6 +24,7 @@ from scoring.errors import SelfTestFailed
 from scoring.reads import EXTRAS
 from tests import golden_read
 from tests.engine_process import EngineProcess
+from tests.memory import read_and_weigh
 from tests.oracle import hf_logprobs
 from tests.shared_prompts import (
     check_every_start,
@@ -204,7 +206,16 @@ def test_row_r_predicts_response_token_r(tiny, tiny_model):
         assert abs(one.logprobs[0, 0] - neighbour) > 1e-3
 
 
-@pytest.mark.parametrize(("prompt", "response"), [(1, 1), (1, 40), (40, 1), (256, 255), (1, 510), (510, 1)])
+def test_the_example_of_a_matrix_read_comes_out_as_it_says(tiny, tiny_model):
+    def log_p(prefix: list[int]) -> torch.Tensor:
+        return hf_logprobs(tiny_model, prefix)[-1]
+
+    names = {"read_matrix": tiny.read_matrix, "log_p": log_p, "MatrixRead": MatrixRead, "np": np}
+    (example,) = doctest.DocTestFinder(recurse=False).find(MatrixRead, "MatrixRead", globs=names)
+    assert doctest.DocTestRunner().run(example) == doctest.TestResults(failed=0, attempted=2)
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(1, 1), (1, 2), (1, 64), (40, 1), (256, 255), (1, 510), (510, 1)])
 def test_the_shortest_and_the_longest_reads_are_exact(tiny, tiny_model, prompt, response):
     read = {"prompt_ids": ids(prompt), "response_ids": ids(response, 1), "candidate_ids": candidates_of(response, 7)}
     check_read(tiny, tiny_model, TINY, **read)
@@ -235,6 +246,19 @@ def test_probabilities_over_the_whole_vocabulary_add_up_to_one(tiny):
     np.testing.assert_allclose(np.exp(whole).sum(axis=1), 1, rtol=0, atol=1e-5)
     assert low.response_logprobs.tolist() == high.response_logprobs.tolist()
     assert whole[range(70), response].tolist() == low.response_logprobs.tolist()
+
+
+@pytest.mark.parametrize("width", [32, 128])
+def test_what_the_likeliest_tokens_leave_is_the_tail(tiny, tiny_model, width):
+    prompt, response = ids(50), ids(70, 1)
+    table = hf_logprobs(tiny_model, prompt + response)[49:-1].double()
+    best = table.topk(width).indices
+    (score,) = tiny.read_matrix([MatrixRead(prompt, response, best, extras="tail")])
+    due = table.exp().scatter(1, best, 0).sum(dim=1)
+    assert 0.01 < due.mean() < 0.9
+    for left in (1 - np.exp(score.logprobs.astype(np.float64)).sum(axis=1), np.exp(score.tail_logprob)):
+        assert (left >= -1e-5).all()
+        np.testing.assert_allclose(left, due, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -664,6 +688,16 @@ def test_weights_that_smollm2_takes_in_place_score_as_hugging_face_says(
     (score,) = smollm2_f32.read_matrix([MatrixRead(**prose_read)])
     smollm2_f32.call(take_weights, smollm2_path, 0, self_test=False)
     assert_scores(score, expected(changed_prose_f32, prose_read), SMOLLM2)
+
+
+def test_rows_of_a_large_vocabulary_are_never_held_all_at_once(smollm2_f32):
+    prompt, response = ids(100, vocabulary=49_152), ids(400, 1, vocabulary=49_152)
+    read = {"prompt_ids": prompt, "response_ids": response, "candidate_ids": ids(8, 2, vocabulary=49_152)}
+    smollm2_f32.read_matrix([MatrixRead(**read, rows=[0, 399])])  # all but the rows in between
+    (score,), here, there = smollm2_f32.call(read_and_weigh, MatrixBatch.from_reads([MatrixRead(**read)]))
+    assert score.logprobs.shape == (400, 8)
+    assert here < 400 * 8 * 16 + (32 << 20)
+    assert there < 400 * 49_152 * 4  # the worker has 256 rows of logits at a time
 
 
 def test_in_bfloat16_scores_are_no_further_off_than_hugging_faces(
