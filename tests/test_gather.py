@@ -7,6 +7,7 @@ with Hugging Face in `test_exactness.py`.
 import hashlib
 import inspect
 import itertools
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -363,6 +364,25 @@ def test_a_product_has_so_many_rows_at_most(monkeypatch):
     assert steps.products == [100, 100, 50 + 40, 30 + 40]
     for name in "abcd":
         steps.check(answers[name], name, 0, Columns(2, entropy=True))
+
+
+@pytest.mark.parametrize("columns", [ALL, Columns(2)], ids=["filled here", "by vLLM's kernel"])
+def test_the_logits_of_a_product_are_gone_before_those_of_the_next_come(monkeypatch, columns):
+    monkeypatch.setattr(gather, "PRODUCT_ROWS_CPU", 100)
+    steps, made, left = Steps(), [], []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        left.append(sum(there() is not None for there in made))
+        memory = (hidden @ HEAD).numpy().copy()
+        made.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    steps.logits = logits
+    steps.add("a", 251, 0, columns)
+    steps.add("b", 31, 0, columns)
+    answers = steps.step(("a", 0, 251), ("b", 0, 31))
+    assert left == [0, 0, 0]
+    steps.check(answers["a"], "a", 0, columns)
 
 
 def test_rows_without_ids_are_not_computed():

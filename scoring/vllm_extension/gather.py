@@ -177,10 +177,7 @@ class Gather:
         parts, finished = self._parts(input_batch, prompt_lens)
         for together in _products(parts, self.product_rows):
             positions = self._to_device(np.concatenate([part.positions for part in together]))
-            logits = logits_fn(hidden_states[positions])  # [rows of the product, V]
-            of_part = logits.split([part.end - part.begin for part in together])
-            for part, part_logits in zip(together, of_part, strict=True):
-                self._fill(part, part_logits)
+            self._score(together, logits_fn, hidden_states[positions])
         return {req_id: self._whole(self.reads.pop(req_id)) for req_id in finished}
 
     def _parts(self, input_batch: "InputBatch", prompt_lens: np.ndarray) -> tuple[list[_Part], list[str]]:
@@ -210,6 +207,15 @@ class Gather:
             if end >= prompt_len:
                 finished.append(req_id)
         return parts, finished
+
+    def _score(
+        self, together: list[_Part], logits_fn: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    ) -> None:
+        """Score what one product with the head covers. Its logits are gone afterwards, before the next one's come."""
+        logits = logits_fn(hidden)  # [rows of the product, V]
+        of_part = logits.split([part.end - part.begin for part in together])
+        for part, part_logits in zip(together, of_part, strict=True):
+            self._fill(part, part_logits)
 
     def _fill(self, part: _Part, logits: torch.Tensor) -> None:
         columns = part.read.columns
