@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from scoring.demo_teacher import demo_teacher
 from scoring.environment import prepare_engine_environment
 from tests.engine_process import EngineProcess, Engines
-from tests.tiny_teacher import make_tiny_teacher
+from tests.tiny_teacher import make_tiny_experts, make_tiny_teacher
 
 TINY_BLOCK_BYTES = 32 * 2 * 2 * 2 * 32 * 4  # 32 tokens x (key and value) x 2 layers x 2 heads x 32 x 4 bytes
 TOKENIZER_SIZE = 2000  # the tiny teacher's vocabulary has 48 ids more, as padded embeddings do
@@ -53,6 +53,18 @@ def other_tiny_model(other_tiny_path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
+def experts_path(tmp_path_factory) -> Path:
+    """The checkpoint of the tiny teacher of experts."""
+    return make_tiny_experts(tmp_path_factory.mktemp("tiny-experts"))
+
+
+@pytest.fixture(scope="session")
+def experts_model(experts_path) -> PreTrainedModel:
+    """The tiny teacher of experts as Hugging Face computes it, in float32."""
+    return AutoModelForCausalLM.from_pretrained(experts_path).eval()
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct with bfloat16 weights, which float32 holds exactly."""
     return demo_teacher("bfloat16")
@@ -63,10 +75,10 @@ def engines(request, tmp_path_factory):
     """The engines by name. `engines.close()` makes room for a module that starts its own."""
     from scoring.engine import EngineSettings  # imports vLLM
 
-    def tiny(**options) -> EngineSettings:
+    def tiny(model: str = "tiny_path", **options) -> EngineSettings:
         engine_args = {"max_model_len": 512, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
         engine_args |= options.pop("engine_args", {})
-        path = str(request.getfixturevalue("tiny_path"))
+        path = str(request.getfixturevalue(model))
         return EngineSettings(path, teacher="tiny", dtype="float32", engine_args=engine_args, **options)
 
     def smollm2(dtype: str, **options) -> EngineSettings:
@@ -99,7 +111,7 @@ def engines(request, tmp_path_factory):
                 "smollm2_bf16_head_f32": lambda: smollm2("bfloat16", head_dtype="float32"),
             },
             {
-                "tiny_without_reuse": lambda: tiny(prefix_reuse=False),
+                "experts_without_reuse": lambda: tiny("experts_path", prefix_reuse=False),
                 "tiny_asynchronous": lambda: tiny_cramped(async_scheduling=True),
             },
         ],
@@ -145,9 +157,9 @@ def smollm2_bf16_head_f32(engines) -> EngineProcess:
 
 
 @pytest.fixture
-def tiny_without_reuse(engines) -> EngineProcess:
-    """As `tiny`; its scheduler is vLLM's own, and no scored read reads the prefix cache."""
-    return engines["tiny_without_reuse"]
+def experts_without_reuse(engines) -> EngineProcess:
+    """As `tiny`, with a teacher of experts; its scheduler is vLLM's own, and no scored read reads the prefix cache."""
+    return engines["experts_without_reuse"]
 
 
 @pytest.fixture

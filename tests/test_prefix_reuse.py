@@ -311,32 +311,32 @@ def test_with_asynchronous_scheduling_all_of_it_holds(tiny_asynchronous, tiny_mo
     check_preemption(engine, tiny_model, seed=640)
 
 
-def test_an_engine_without_reuse_says_so(tiny_without_reuse):
-    info = tiny_without_reuse.call(TeacherEngine.info)
+def test_an_engine_without_reuse_says_so(experts_without_reuse):
+    info = experts_without_reuse.call(TeacherEngine.info)
     assert (info.prefix_reuse, info.block_size) == (False, 32)
 
 
-def test_without_reuse_no_scored_read_reads_the_cache(tiny_without_reuse, tiny_model):
+def test_without_reuse_no_scored_read_reads_the_cache(experts_without_reuse, experts_model):
     reads = [read_of(150, 60, 10, 701)]
     for _ in range(2):
-        scores, given = tiny_without_reuse.call(read_watched, MatrixBatch.from_reads(reads))
+        scores, given = experts_without_reuse.call(read_watched, MatrixBatch.from_reads(reads))
         assert given == [True]
         assert scores.cached_tokens.tolist() == [0]
-        check_scores(tiny_model, reads, scores)
+        check_scores(experts_model, reads, scores)
 
 
-def test_scores_lost_to_a_prefix_cache_hit_are_asked_for_again(tiny_without_reuse, tiny_model):
+def test_scores_lost_to_a_prefix_cache_hit_are_asked_for_again(experts_without_reuse, experts_model):
     reads = [read_of(96, 40, 82, 81)]
     for due in ([True], [False, True]):  # vLLM leaves the scores out once; the second request brings them
-        scores, given = tiny_without_reuse.call(read_unbounded, MatrixBatch.from_reads(reads))
+        scores, given = experts_without_reuse.call(read_unbounded, MatrixBatch.from_reads(reads))
         assert given == due
-        check_scores(tiny_model, reads, scores)
+        check_scores(experts_model, reads, scores)
 
 
-def test_scores_lost_twice_are_an_error_and_never_made_up(tiny_without_reuse):
+def test_scores_lost_twice_are_an_error_and_never_made_up(experts_without_reuse):
     batch = MatrixBatch.from_reads([read_of(96, 40, 84, 83)])
-    tiny_without_reuse.read_matrix(batch)
-    scores, given = tiny_without_reuse.call(read_unbounded, batch, skip=False)
+    experts_without_reuse.read_matrix(batch)
+    scores, given = experts_without_reuse.call(read_unbounded, batch, skip=False)
     assert given == [False, False]
     assert isinstance(scores[0], WrongEngineAnswer)
     assert "no scores" in str(scores[0])
