@@ -13,6 +13,7 @@ from scoring.adapters import Adapter, check_adapter, weights_stamp
 from scoring.checkpoint import checkpoint_hash
 from scoring.engine import TeacherEngine
 from scoring.errors import InvalidAdapter
+from scoring.weights import Weights
 from tests.lora import make_adapter
 
 
@@ -54,7 +55,7 @@ class Engine(TeacherEngine):
     """What an engine remembers of adapters, without the engine. `loads` has what vLLM was told to load."""
 
     def __init__(self):
-        self._adapters, self._checkpoint, self.loads = OrderedDict(), "base", []
+        self._adapters, self.weights, self.loads = OrderedDict(), Weights(0, "folder", "base"), []
 
     async def _load(self, adapter):
         self.loads.append(adapter)
