@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from deployments.replica_calls import POLL_S, now
-from scoring.errors import DeadlineExceeded, InvalidCheckpoint
+from scoring.errors import DeadlineExceeded, InvalidCheckpoint, TeacherUnavailable
 from scoring.weights import Weights
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class ReplicaWeights:
         self._changing = asyncio.Lock()
         self._before: Weights | None = None  # what was served before, while prepared weights wait
         self._held_until = 0.0
+        self._lost = False  # what the engine has loaded is not known: it is never released again
         self._look_now = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
 
@@ -92,6 +93,7 @@ class ReplicaWeights:
     async def _prepare(self, weights: Weights, deadline: float) -> None:
         await self._take_turn(deadline)
         try:
+            self._refuse_if_lost()
             checked = await self._hold(weights, deadline)
             self._before = self._engine.weights
             await self._load(weights, checked)
@@ -103,7 +105,7 @@ class ReplicaWeights:
         """Wait until nothing else is under way, nor prepared: by one who is to be heard of, or is dead."""
         async with _in_time(deadline):
             await self._changing.acquire()
-            while self._before is not None:
+            while self._before is not None and not self._lost:
                 self._changing.release()
                 await asyncio.sleep(POLL_S)
                 await self._changing.acquire()
@@ -120,6 +122,7 @@ class ReplicaWeights:
 
     async def _follow(self, patient: bool) -> int:
         async with self._changing:
+            self._refuse_if_lost()
             due = await asyncio.to_thread(self._recorded) or self._before or self._engine.weights
             if due != self._engine.weights:
                 if patient and self._before is not None and now() < self._held_until:
@@ -141,6 +144,10 @@ class ReplicaWeights:
             self._before = None
             return due.version
 
+    def _refuse_if_lost(self) -> None:
+        if self._lost:
+            raise TeacherUnavailable("weights could not be loaded here, and the replica leaves")
+
     async def _check(self, weights: Weights) -> CheckedCheckpoint:
         checked = await self._engine.check_weights(weights.path)
         if checked.checkpoint != weights.checkpoint:
@@ -155,6 +162,7 @@ class ReplicaWeights:
             async with asyncio.timeout(_LOAD_S):
                 await self._engine.load_weights(weights, checked)
         except BaseException as error:
+            self._lost = True
             self._leave(f"version {weights.version} of the weights could not be loaded: {error!r}")
             raise
 

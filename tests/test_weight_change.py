@@ -99,7 +99,7 @@ class Cluster:
 
     def leave(self, name: str, reason: str) -> None:
         self.left[name], engine = reason, self.engines[name]
-        asyncio.get_running_loop().call_later(0.005, lambda: self.engines.get(name) is engine and self.kill(name))
+        asyncio.get_running_loop().call_later(0.03, lambda: self.engines.get(name) is engine and self.kill(name))
 
     def running(self):
         return tuple(sorted(self.engines))
@@ -205,10 +205,20 @@ async def test_a_checkpoint_that_is_not_the_same_everywhere_is_refused(cluster):
 
 
 async def test_a_checkpoint_that_fits_and_fails_takes_down_one_replica_and_no_more(cluster):
+    failing, loading = cluster.engines["a"], asyncio.Event()
+    cluster.before_call = lambda name, method: method == "prepare_weights" and loading.set()
+    changing = asyncio.create_task(cluster.change("/bad"))
+    await loading.wait()
+    await asyncio.sleep(0.005)
+    waiting = asyncio.create_task(failing.read())
     with pytest.raises(SelfTestFailed, match="contradicts itself"):
-        await cluster.change("/bad")
+        await changing
     assert "could not be loaded" in cluster.left["a"] and len(cluster.left) == 1
-    await asyncio.sleep(0.02)
+    with pytest.raises(TeacherUnavailable, match="the replica leaves"):
+        await cluster.sides["a"].follow()
+    await asyncio.sleep(0.05)
+    assert failing.held and not waiting.done()  # nobody is answered by what may be half of each
+    waiting.cancel()
     assert cluster.engines["b"].loaded == cluster.engines["c"].loaded == []
     assert cluster.versions() == {"b": 0, "c": 0}
     cluster.start("a")
@@ -404,7 +414,7 @@ async def test_nobody_is_answered_by_old_weights_once_anybody_was_by_new_ones(cl
         while not stop.is_set():
             for name, engine in list(cluster.engines.items()):
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.2):
+                    async with asyncio.timeout(0.02):
                         version = await engine.read((number + 1) / 1000)
                         if cluster.engines.get(name) is engine:  # no read of one that was killed
                             versions.append(version)
@@ -414,7 +424,7 @@ async def test_nobody_is_answered_by_old_weights_once_anybody_was_by_new_ones(cl
     for path, timeout_s in [("/new", 2), ("/bad", 2), ("/newer", 0.001), ("/elsewhere", 2), ("/new", 2), ("/newer", 2)]:
         with contextlib.suppress(ScoringError):
             await cluster.change(path, timeout_s)
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.06)
         cluster.kill(min(cluster.engines, key=lambda name: (name in cluster.left, name)))
         for name in "abc":
             if name not in cluster.engines:
