@@ -533,24 +533,24 @@ async def time_of_self_test(engine: TeacherEngine) -> tuple[float, float]:
 
 async def cached_in_self_test(engine: TeacherEngine) -> list[list[int]]:
     """How many tokens were cached, per read of each of the self-test's batches of matrix reads."""
-    read_matrix, cached = engine.read_matrix, []
+    read_matrix, cached = engine._read_matrix, []
 
     async def watched(batch, **options):
         scores = await read_matrix(batch, **options)
         cached.append(scores.cached_tokens.tolist())
         return scores
 
-    engine.read_matrix = watched
+    engine._read_matrix = watched
     try:
         await engine.self_test()
     finally:
-        del engine.read_matrix
+        del engine._read_matrix
     return cached
 
 
 async def self_test_with_a_stale_row(engine: TeacherEngine) -> None:
     """The self-test of an engine that answers a row of the last of several reads with the row after it."""
-    read_matrix = engine.read_matrix
+    read_matrix = engine._read_matrix
 
     async def wrong(batch: MatrixBatch, **options) -> MatrixScores:
         scores = await read_matrix(batch, **options)
@@ -558,11 +558,11 @@ async def self_test_with_a_stale_row(engine: TeacherEngine) -> None:
         values[-5 * 8 : -4 * 8] = values[-4 * 8 : -3 * 8]
         return scores if len(batch) == 1 else dataclasses.replace(scores, values=values)
 
-    engine.read_matrix = wrong
+    engine._read_matrix = wrong
     try:
         await engine.self_test()
     finally:
-        del engine.read_matrix
+        del engine._read_matrix
 
 
 def check_self_test(engine: EngineProcess) -> None:
