@@ -37,6 +37,7 @@ STATUSES = {
     "SelfTestFailed": 500,
     "RefusedSettings": 500,
     "InvalidLoss": 422,
+    "Unauthorized": 401,
 }
 
 
