@@ -166,6 +166,18 @@ def loads(data: bytes, error: type[ScoringError] = InvalidRead) -> Any:
         raise error(f"the body is not JSON as it is read here: {wrong}") from None
 
 
+def holds_half_a_pair(document: Any, data: bytes) -> bool:
+    """Whether a text in `document`, which `data` is the JSON of, has half of a surrogate pair. JSON can escape one; no
+    tokenizer reads it, and no file holds it."""
+    if b"\\u" not in data:
+        return False
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def reads_from_json(
     kind: Kind, body: Any
 ) -> tuple[list[MatrixRead | InvalidRead] | list[LabelRead | InvalidRead], ReadOptions]:

@@ -242,6 +242,26 @@ def test_a_failed_read_is_recorded_and_does_not_stop_the_rest(run):
     assert re.search(r"^failed +5$", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".parquet"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b'{"prompt": "w1 \\ud800", "response": "w5"}',
+        b'{"prompt_ids": [1], "response_ids": [2], "\\udc00": 1}',
+        b'{"prompt": "w1 \xed\xa0\x80", "response": "w5"}',
+        b'{"prompt": "w1 \xff", "response": "w5"}',
+    ],
+    ids=["half a pair, escaped", "half a pair as a name", "half a pair in bytes", "not UTF-8"],
+)
+def test_a_line_that_is_no_text_is_a_failed_read_like_others(run, tokenizer, suffix, wrong):
+    good = b'{"prompt": "w1 \\ud83d\\ude00", "response": "w5"}'  # a whole pair is a character
+    Path("in.jsonl").write_bytes(good + b"\n" + wrong + b"\n" + good + b"\n")
+    code, _, err = run("score", "in.jsonl", "-o", f"out{suffix}", "--tokenizer", tokenizer)
+    assert code == 1, err
+    assert "in.jsonl:2: is not JSON" in err and "in.jsonl:3" not in err
+    assert Path(f"out{suffix}").exists()
+
+
 def test_of_many_failed_reads_the_first_are_said_and_all_are_in_the_output(run):
     write_rows([{"prompt_ids": [1], "response_ids": [5 if i % 3 else 4000]} for i in range(3000)])
     code, _, said = run("score", "in.jsonl", "-o", "out.safetensors")

@@ -94,13 +94,8 @@ def _object(data: bytes) -> dict[str, Any]:
         raise malformed(error.message, "body" if position is None else f"body.{position}") from None
     if not isinstance(body, dict):
         raise malformed(f"the body is {short(body)}; a request is an object", "body")
-    if b"\\u" in data:
-        try:
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise malformed(
-                "a text in the body holds half of a surrogate pair, which no tokenizer reads", "body"
-            ) from None
+    if wire.holds_half_a_pair(body, data):
+        raise malformed("a text in the body holds half of a surrogate pair, which no tokenizer reads", "body")
     return body
 
 

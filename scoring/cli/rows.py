@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from scoring import wire
 from scoring.cli.ending import WrongInput
 from scoring.errors import InvalidRead
 
@@ -78,7 +79,9 @@ class JsonLines:
 
 def _fields(line: bytes) -> dict[str, Any] | InvalidRead:
     try:
-        fields = json.loads(line)
+        fields = json.loads(str(line, "utf-8-sig"))  # given bytes, it would read what is no UTF-8 too
+        if wire.holds_half_a_pair(fields, line):
+            raise ValueError("a text in it holds half of a surrogate pair")
     except (ValueError, RecursionError) as wrong:
         return InvalidRead(f"is not JSON: {wrong}")
     if not isinstance(fields, dict):
