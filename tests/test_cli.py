@@ -323,6 +323,14 @@ def test_an_address_that_is_none_is_said(run, url):
     assert code == 2 and "Traceback" not in said
 
 
+@pytest.mark.parametrize("url", ["any:SECRET@host", "https://any:SECRET@host:x", "https://any:SEC/RET@host:443"])
+def test_no_error_of_an_address_shows_the_token_in_it(run, url):
+    write_rows([OWN])
+    code, _, said = run("score", "in.jsonl", "-o", "out.safetensors", url=url)
+    assert code == 2 and "is no address; one is like http://127.0.0.1:8000" in said
+    assert "host" in said and "SEC" not in said and "RET" not in said
+
+
 def test_a_service_that_is_not_there_is_code_3(run, monkeypatch):
     monkeypatch.setattr(cli, "_FIRST_ANSWER_S", 0.3)
     write_rows([OWN])

@@ -25,12 +25,14 @@ class Connection:
     tls: ssl.SSLContext | None
 
     def __post_init__(self) -> None:
+        # A token may stand in front of the @, and what httpx says of a URL may hold some of it.
+        no_address = WrongInput(f"{self.url.rpartition('@')[2]!r} is no address; one is like http://127.0.0.1:8000")
         try:
             url = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
-            raise WrongInput(f"{self.url!r} is no URL: {error}") from None
+        except httpx.InvalidURL:
+            raise no_address from None
         if url.scheme not in ("http", "https") or not url.host:
-            raise WrongInput(f"{self.url!r} is no address; one is like http://127.0.0.1:8000")
+            raise no_address
         if url.userinfo and self.token is not None:
             raise WrongInput("a token is given twice: in --token-file and in the URL")
 
