@@ -213,6 +213,25 @@ def test_a_prompt_whose_answer_would_be_too_large_is_refused_before_it_is_asked(
     assert fits.post(route, json=body).status_code == 200
 
 
+@pytest.mark.parametrize("rows, start", [(None, 0), (1, 1)], ids=["one list for all rows", "of the last row alone"])
+def test_candidates_beside_prompt_logprobs_that_would_be_too_many_are_refused_before_they_are_spread(
+    router, rows, start
+):
+    """A request of a megabyte would be an array of many gigabytes: both of three tokens' rows get every column."""
+    api = of(router, BatchLimits(10, 1000, 1 << 20, 300))
+
+    def ask(width):
+        ids = list(range(width))
+        params = {"prompt_logprob_token_ids": ids if rows is None else [ids] * rows, "prompt_logprob_start": start}
+        return api.post("/inference/v1/generate", json=GENERATE | {"sampling_params": params | {"prompt_logprobs": 0}})
+
+    error = refusal(ask(38))
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    assert "304 bytes of scores" in error["message"] and "limits.max_answer_bytes" in error["message"]
+    assert router.calls == []
+    assert ask(37).status_code == 200
+
+
 def test_a_teacher_that_takes_fewer_candidates_says_so_of_prompt_logprobs(api, router, monkeypatch):
     from dataclasses import replace
 
@@ -267,6 +286,15 @@ def test_prompts_that_would_be_too_many_are_refused_before_they_are_made(api, ro
     assert (error["type"], error["code"]) == ("BadRequestError", 400)
     assert f"limits.{limit}" in error["message"]
     assert router.calls == []
+
+
+def test_more_labels_than_a_read_takes_are_refused_before_each_item_gets_them(api, router):
+    error = refusal(api.post("/generative_scoring", json=LABEL | {"label_token_ids": list(range(129))}))
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", None, 400)
+    assert "label_token_ids has 129 labels" in error["message"] and "at most 128" in error["message"]
+    assert router.calls == []
+    answer = api.post("/generative_scoring", json=LABEL | {"label_token_ids": [*range(128), 5]})  # one of them twice
+    assert answer.status_code == 200
 
 
 # ---------------------------------------------------------------- text

@@ -48,6 +48,8 @@ def add(routes: APIRouter, served: Served) -> None:
         size, tokenizer = 0, None
         if asked.count is not None:
             prompt_logprobs.check_size(len(asked.token_ids), asked.count, served.limits)
+            if asked.spread_bytes > served.limits.max_answer_bytes:
+                raise served.limits.exceeded("max_answer_bytes", asked.spread_bytes)
             size = prompt_logprobs.json_bytes(len(asked.token_ids), asked.count)
             tokenizer = await served.tokenizer_if_any(await served.info(teacher))
         try:
@@ -92,6 +94,13 @@ class _Asked:
     def first(self) -> int:
         """The position of the read's first row."""
         return self.start if self.count is None else 0
+
+    @property
+    def spread_bytes(self) -> int:
+        """What the candidates take where `read` gives every row its own; as much as their scores."""
+        if self.count is None or self.candidates is None:
+            return 0
+        return 4 * (len(self.token_ids) - 1) * self.candidates.shape[-1]
 
     def read(self, teacher: str | None) -> MatrixRead:
         """The read that answers both."""

@@ -25,7 +25,7 @@ from deployments.vllm_http.dialect import FLAG, LIST, TEXT, WHOLE, Refusal, malf
 from deployments.vllm_http.served import Served
 from scoring.batches import LabelBatch
 from scoring.errors import InvalidRead, UnknownTeacher
-from scoring.limits import BatchLimits
+from scoring.limits import MAX_LABELS, BatchLimits
 from scoring.reads import LabelRead
 from scoring.scores import LabelScores
 from scoring.tokenizer import Tokenizer
@@ -128,11 +128,14 @@ def _check_ids(ids: list, name: str, param: str) -> None:
 
 
 def _check_labels(labels: Mapping[int, None], vocabulary: int) -> None:
+    """Refuse labels that no read takes; checked before every item's read gets its own copy of them."""
     for label in labels:
         if not 0 <= label < vocabulary:
             raise Refusal(
                 f"label_token_id {label} is out of vocabulary range [0, {vocabulary}). Please provide valid token IDs."
             )
+    if len(labels) > MAX_LABELS:
+        raise Refusal(f"label_token_ids has {len(labels)} labels; at most {MAX_LABELS} are taken (vLLM's bound)")
 
 
 def _tokenised(texts: list[str], asked: _Asked, tokenizer: Tokenizer) -> tuple[list[int], list[list[int]]]:
