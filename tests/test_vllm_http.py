@@ -5,6 +5,7 @@ What vLLM's own server answers to the same requests is compared in `tests/parity
 
 import json
 import math
+import threading
 
 import pytest
 from fastapi.testclient import TestClient
@@ -345,6 +346,28 @@ def test_more_text_than_a_call_may_hold_is_refused_before_it_is_tokenised(router
     fits, does_not = (api.post(route, json=BODIES[route] | {field: "x" * count}) for count in (1000, 1001))
     assert "1001 characters" in refusal(does_not)["message"]
     assert fits.status_code == 200 or "characters" not in refusal(fits)["message"]
+
+
+def test_more_texts_than_a_call_may_hold_are_refused_before_they_are_tokenised(router, monkeypatch):
+    """Empty ones too, which have no characters to be counted."""
+    monkeypatch.setattr(generative_scoring, "_tokenised", None)
+    error = refusal(of(router).post("/generative_scoring", json=LABEL | {"items": [""] * 10_001}))
+    assert error["code"] == 400 and "limits.max_batch_reads" in error["message"]
+    assert router.calls == []
+
+
+@pytest.mark.parametrize(("count", "in_a_thread"), [(2, False), (1000, True)])
+def test_many_texts_are_tokenised_beside_the_event_loop(api, monkeypatch, count, in_a_thread):
+    threads, tokenised = [], generative_scoring._tokenised
+
+    def note(*args):
+        threads.append(threading.current_thread().name)
+        return tokenised(*args)
+
+    monkeypatch.setattr(generative_scoring, "_tokenised", note)
+    assert api.post("/generative_scoring", json=LABEL | {"items": [""] * count}).status_code == 200
+    (name,) = threads
+    assert name.startswith("asyncio_") == in_a_thread, name
 
 
 def test_more_ids_than_a_call_may_hold_are_not_written_as_text(router):

@@ -105,6 +105,9 @@ def written(document: Mapping[str, Any], **fields: str) -> str:
     return f"{json.dumps(document, allow_nan=False)[:-1]}{more}}}"
 
 
+_TEXT = 64  # what a text costs a tokenizer beside its characters, in characters
+
+
 async def tokenise(limits: BatchLimits, work: Callable[..., Parsed], texts: list[str], *args: Any) -> Parsed:
     """`work(texts, *args)`, in a thread where it takes long: a tokenizer reads some MB a second.
 
@@ -117,7 +120,7 @@ async def tokenise(limits: BatchLimits, work: Callable[..., Parsed], texts: list
             f"{size} characters in one call; at most {limits.max_batch_tokens} are tokenised (the application's "
             "limits.max_batch_tokens)"
         )
-    return await beside_the_loop(64 * size, work, texts, *args)
+    return await beside_the_loop(64 * (size + _TEXT * len(texts)), work, texts, *args)
 
 
 # ---------------------------------------------------------------- fields

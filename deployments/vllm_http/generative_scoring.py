@@ -42,6 +42,8 @@ def add(routes: APIRouter, served: Served) -> None:
         info = await served.info(teacher)
         _check_labels(asked.labels, info["vocabulary"])
         query, items = asked.query, asked.items
+        if len(items) > served.limits.max_batch_reads:
+            raise served.limits.exceeded("max_batch_reads", len(items))
         if texts := asked.texts:
             query, items = await dialect.tokenise(served.limits, _tokenised, texts, asked, await served.tokenizer(info))
         tokens = _check_prompts(query, items, info["max_length"], served.limits)
@@ -165,9 +167,8 @@ def _check_prompts(query: list[int], items: list[list[int]], most: int, limits: 
                 "(max_model_len). Nothing is truncated here"
             )
     tokens = len(items) * len(query) + sum(map(len, items))
-    for name, size in (("max_batch_reads", len(items)), ("max_batch_tokens", tokens)):
-        if size > getattr(limits, name):
-            raise limits.exceeded(name, size)
+    if tokens > limits.max_batch_tokens:
+        raise limits.exceeded("max_batch_tokens", tokens)
     if (lowest := min(chain(query, *items))) < 0:
         raise Refusal(f"Token id {lowest} is out of vocabulary")
     return tokens
