@@ -598,6 +598,22 @@ def test_check_says_health_teachers_limits_and_one_timed_read(run):
         assert re.search(said, out), said
 
 
+@pytest.mark.parametrize("path", ["/scoring", "/scoring/"])
+def test_a_service_below_a_path_is_checked_there(run, router, path):
+    api, asked = build_api(lambda: router, BATCH_LIMITS), []
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            asked.append(scope["path"])
+            scope = scope | {"path": scope["path"].removeprefix("/scoring")}
+        await api(scope, receive, send)
+
+    with served(app) as url:
+        code, out, _ = run("check", url=url + path)
+    assert code == 0, out
+    assert {"/scoring/health", "/scoring/ready", "/scoring/v1/teachers", "/scoring/v1/matrix-reads"} == set(asked)
+
+
 def test_check_of_a_service_that_is_not_ready_is_code_3(run, router):
     async def broken(reads, **options):
         raise RuntimeError("broken")

@@ -39,7 +39,8 @@ def _get(connection: Connection, route: str) -> tuple[int, dict[str, Any]]:
         TeacherUnavailable: it answers with something else, or not in time.
     """
     headers = {} if connection.token is None else {"authorization": f"Bearer {connection.token}"}
-    url = httpx.URL(connection.url).join(route)
+    base = httpx.URL(connection.url)
+    url = base.copy_with(path=base.path.rstrip("/") + route)
     try:
         response = httpx.get(url, headers=headers, timeout=_TIMEOUT_S, trust_env=False, verify=connection.tls or True)
         return response.status_code, dict(response.json())
