@@ -24,10 +24,10 @@ class AnsweringTeacher:
         self._router = StandInRouter()
         self._name = name
 
-    async def read_matrix(self, batch, timeout_s, trace_headers=None, adapters=None):
+    async def read_matrix(self, batch, timeout_s, trace_headers=None, adapters=None, version=None):
         return await self._answer("read_matrix", batch, timeout_s)
 
-    async def read_labels(self, batch, timeout_s, trace_headers=None, adapters=None):
+    async def read_labels(self, batch, timeout_s, trace_headers=None, adapters=None, version=None):
         return await self._answer("read_labels", batch, timeout_s)
 
     async def _answer(self, method, batch, timeout_s):
