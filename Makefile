@@ -16,7 +16,7 @@ export RAY_SERVE_METRICS_EXPORT_INTERVAL_MS := 2000
 # Ray passes what is larger than 100 kB through its object store, which costs more than to send a shard along.
 export RAY_max_direct_call_object_size := 1048576
 
-.PHONY: help setup demo test test-cluster test-parity test-faults test-trainers trainers fuzz bench lint serve lock clean
+.PHONY: help setup demo test test-cluster test-outside test-parity test-faults test-trainers trainers fuzz bench lint serve lock clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ test: setup  ## the tests (under 10 minutes)
 
 test-cluster: setup  ## shapes of replicas on a pretend cluster, and LoRA adapters (2 minutes)
 	@$(BIN)/python -m pytest tests/cluster
+
+test-outside: setup  ## who comes from outside: tokens, limits, nginx in front, the command line (3 minutes)
+	@$(BIN)/python -m pytest tests/outside
 
 test-parity: setup  ## the same requests to vLLM's own server and to this service (2 minutes)
 	@$(BIN)/python -m pytest tests/parity

@@ -20,7 +20,7 @@ from scoring.http_client import AsyncHttpScoringClient, HttpScoringClient
 from tests.stand_in_router import BATCH_LIMITS, StandInRouter
 from tests.test_http_api import served
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TOKEN = "a-token-of-many-letters"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 LABEL = {"prompt_ids": [1, 2], "label_ids": [9, 8]}

@@ -26,7 +26,7 @@ from tests.serve_process import free_port
 from tests.stand_in_router import BATCH_LIMITS, StandInRouter
 from tests.test_http_api import served
 
-CONFIG = (Path(__file__).parent.parent / "configs" / "nginx.conf").read_text()
+CONFIG = (Path(__file__).parent.parent.parent / "configs" / "nginx.conf").read_text()
 TOKEN = "a-token-of-many-letters"
 READ = MatrixRead([1, 2], [3, 4], [[5], [6]])
 BODY = {"reads": [{"prompt_ids": [1, 2], "label_ids": [9]}]}

@@ -29,7 +29,7 @@ from tests.stand_in_router import BATCH_LIMITS, CHECKPOINT, entropy, score, tail
 from tests.stand_in_service import FastRouter
 from tests.test_http_api import served
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parent.parent.parent / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -634,7 +634,7 @@ def test_help_has_exit_codes_and_examples(command, capsys):
 
 
 def test_the_command_is_installed_under_its_name():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"teacher-scoring": f"{cli.__name__}:main"}
 
 
