@@ -52,7 +52,8 @@ def _say_route(connection: Connection, route: str) -> bool:
     began = time.monotonic()
     status, body = _get(connection, route)
     took = f"{(time.monotonic() - began) * 1e3:.0f} ms"
-    what = body["status"] if status == 200 else body.get("error", {}).get("message", "")
+    error = body.get("error", "")  # a proxy's may be a text
+    what = body.get("status", "") if status == 200 else error.get("message", "") if isinstance(error, dict) else error
     _say(route, f"{status} {what} ({took})")
     return status == 200
 

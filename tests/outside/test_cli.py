@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
+from starlette.responses import JSONResponse
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -612,6 +613,20 @@ def test_a_service_below_a_path_is_checked_there(run, router, path):
         code, out, _ = run("check", url=url + path)
     assert code == 0, out
     assert {"/scoring/health", "/scoring/ready", "/scoring/v1/teachers", "/scoring/v1/matrix-reads"} == set(asked)
+
+
+def test_check_shows_what_a_proxy_in_front_says_of_a_route(run, router):
+    api = build_api(lambda: router, BATCH_LIMITS)
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http" and scope["path"] == "/ready":
+            await JSONResponse({"error": "no upstream"}, 502)(scope, receive, send)
+        else:
+            await api(scope, receive, send)
+
+    with served(app) as url:
+        code, out, _ = run("check", url=url)
+    assert code == 3 and re.search(r"/ready +502 no upstream", out)
 
 
 def test_check_of_a_service_that_is_not_ready_is_code_3(run, router):
