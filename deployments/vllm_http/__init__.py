@@ -44,5 +44,7 @@ def vllm_routes(router: Callable[[], Router], limits: BatchLimits) -> APIRouter:
     return routes
 
 
-def _named(teacher: Annotated[str, Path(description="A teacher, an alias or an adapter.")]) -> None:
+def _named(
+    teacher: Annotated[str, Path(description="A teacher, an alias or an adapter.", examples=["default"])],
+) -> None:
     """Says to OpenAPI what the path holds; `Served` reads it."""
