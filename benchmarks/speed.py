@@ -11,6 +11,7 @@ bench.json with every number, and bench.png.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -44,6 +45,9 @@ STAGES = (
     MemoryStage(**{"memory-read": 1.0, "memory-many": 0.97}),
 )
 """Each starts its engines, measures its rows, and ends its engines. What follows a row's kind is what is due."""
+
+AT_ONCE = (HostStage, MemoryStage)
+"""These count processor time and memory, which others at work beside them change little: they run together."""
 
 
 def main() -> int:
@@ -79,15 +83,22 @@ def main() -> int:
     here = machine.describe()
     print(f"{machine.in_words(here)}; logs in {folder}", flush=True)
     results: list[Result] = []
-    for number, stage in enumerate(STAGES):
-        rows = {kind: row for kind, row in stage.rows.items() if row.name in wanted}
+    for _, stages in itertools.groupby(
+        enumerate(STAGES), lambda stage: -1 if isinstance(stage[1], AT_ONCE) else stage[0]
+    ):
+        rows = {
+            number: {kind: row for kind, row in stage.rows.items() if row.name in wanted} for number, stage in stages
+        }
+        rows = {number: of_stage for number, of_stage in rows.items() if of_stage}
         if not rows:
             continue
-        print(f"{', '.join(row.name for row in rows.values())}  ({time.monotonic() - began:.0f} s)", flush=True)
+        measuring = ", ".join(row.name for of_stage in rows.values() for row in of_stage.values())
+        print(f"{measuring}  ({time.monotonic() - began:.0f} s)", flush=True)
         try:
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                results += process.submit(measure, number, setup, rows).result()
-        except KeyboardInterrupt:  # which the stage's process has seen as well; what is measured is shown
+            with ProcessPoolExecutor(len(rows), mp_context=multiprocessing.get_context("spawn")) as processes:
+                running = [processes.submit(measure, number, setup, of_stage) for number, of_stage in rows.items()]
+                results += [result for stage in running for result in stage.result()]
+        except KeyboardInterrupt:  # which the stages' processes have seen as well; what is measured is shown
             break
     failed = wanted - {result.row.name for result in results}
     conditions = {"machine": here, "rounds": setup.rounds, "quick": setup.quick, "failed": sorted(failed)}
