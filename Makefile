@@ -16,7 +16,7 @@ export RAY_SERVE_METRICS_EXPORT_INTERVAL_MS := 2000
 # Ray passes what is larger than 100 kB through its object store, which costs more than to send a shard along.
 export RAY_max_direct_call_object_size := 1048576
 
-.PHONY: help setup demo test test-cluster test-outside test-parity test-faults test-trainers trainers fuzz bench lint serve lock clean
+.PHONY: help setup demo distil test test-cluster test-outside test-parity test-faults test-trainers trainers fuzz bench lint serve lock clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,9 @@ $(READY): requirements-cpu.lock pyproject.toml
 
 demo: setup  ## the main job: start the service, score two answers three ways, draw them (MODEL=path for another teacher)
 	@$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)")
+
+distil: setup  ## a student learns from the service (8 minutes; SHUFFLED=1: its control; TINY=1: a minute; SMALL=1: an hour)
+	@$(BIN)/python -m examples.on_policy_distillation $(if $(TINY),--tiny) $(if $(SMALL),--small) $(if $(SHUFFLED),--shuffled) $(if $(FRESH),--fresh)
 
 test: setup  ## the tests (under 10 minutes)
 	@$(BIN)/python -m pytest

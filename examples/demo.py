@@ -6,27 +6,21 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import socket
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # this Ray is started, used and stopped by this process alone
-
 import numpy as np
-import psutil
 import ray
 import yaml
-from ray import serve
 
 from deployments.actor import NAMESPACE
-from deployments.app import build_app
 from deployments.client import ScoringClient
 from deployments.config import DEMO_MODEL, AppConfig
 from deployments.router import APP_NAME
+from examples import service
+from examples.service import step
 from scoring import LabelRead, MatrixRead, MatrixScore
 from scoring.demo_teacher import demo_teacher
 from scoring.http_client import HttpScoringClient
@@ -95,18 +89,9 @@ def main() -> int:
         print(f"\nclient, actor and HTTP agree: their numbers differ by {apart:.1g} at most")
     finally:
         with step("stopping everything"):
-            stop()
+            service.stop()
     print(f"done in {time.monotonic() - began:.1f} s; the picture is {picture}")
     return 0
-
-
-@contextmanager
-def step(what: str):
-    """Says what is being done, and how long it took."""
-    print(f"{what} ...", flush=True)
-    started = time.monotonic()
-    yield
-    print(f"  {time.monotonic() - started:.1f} s", flush=True)
 
 
 def start(config: Path, model: str, own_dtype: bool) -> str:
@@ -123,33 +108,7 @@ def start(config: Path, model: str, own_dtype: bool) -> str:
     longest = teacher.engine_args.get("max_model_len")
     if longest and longest > positions(model):
         teacher.engine_args["max_model_len"] = positions(model)
-    port = free_port(settings["http_options"]["port"])
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
-    serve.run(build_app(app), name=APP_NAME, route_prefix="/")
-    return f"http://127.0.0.1:{port}"
-
-
-def stop() -> None:
-    """End this process's Ray cluster, and wait until none of its processes is left."""
-    processes = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    _, left = psutil.wait_procs(processes, timeout=20)
-    for process in left:
-        process.kill()
-
-
-def free_port(preferred: int) -> int:
-    """`preferred`, or another port when that one is taken."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                return probe.getsockname()[1]
-            except OSError:
-                print(f"  port {port} is taken; another one is used")
-    raise RuntimeError("no free port on 127.0.0.1")
+    return service.start(app, settings["http_options"]["port"])
 
 
 def positions(model: str) -> int:

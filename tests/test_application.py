@@ -2,10 +2,12 @@
 
 import asyncio
 import base64
+import dataclasses
 import io
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ import psutil
 import pyarrow as pa
 import pytest
 import ray
+import torch
 from pyarrow import parquet as pq
 from ray import serve
 
@@ -31,6 +34,12 @@ from deployments.pinning import pinned
 from deployments.router import APP_NAME
 from deployments.trainers import service as trainers
 from deployments.trainers import slime, trl, verl
+from examples import label_reward
+from examples.evaluation import checks
+from examples.on_policy_distillation import Trainer
+from examples.student import Student, sample
+from examples.tasks import load, with_adapter
+from examples.times import shares
 from scoring import LabelRead, MatrixBatch, MatrixRead, score_file
 from scoring.errors import (
     DeadlineExceeded,
@@ -500,6 +509,167 @@ def test_what_trainers_call_for_their_teacher_is_what_hugging_face_says(applicat
         assert matrix.dtype == np.float32 and matrix.shape == (len(r), 1)
         by_vime.append(matrix[:, 0])
     check(by_vime)
+
+
+def run(trainer):
+    """To the end. Returns the log."""
+    log = trainer.begin()
+    while len(log["steps"]) < log["all_steps"]:
+        log = trainer.step()
+    return log
+
+
+@pytest.fixture(scope="module")
+def distilled(application, tmp_path_factory):
+    """A trainer of the tiny task that has run to its end."""
+    trainer = Trainer("tiny", tmp_path_factory.mktemp("distilled"))
+    run(trainer)
+    return trainer
+
+
+def whole_divergence(student, teacher, prompts, samples):
+    """KL(student, teacher) over the whole vocabulary, per token of `samples`: by Hugging Face alone."""
+    rows = []
+    for i, prompt in enumerate(prompts):
+        ours, theirs = (
+            hf_logprobs(model, [*before, *samples.response(i)])[len(before) - 1 : -1]
+            for model, before in ((student, prompt.student), (teacher, prompt.teacher))
+        )
+        rows.append((ours.exp() * (ours - theirs)).sum(dim=-1))
+    return float(torch.cat(rows).mean())
+
+
+def test_a_student_comes_halfway_to_its_teacher_at_least(distilled, tiny_model):
+    prompts = [prompt for prompt in distilled.task.held_out for _ in range(3)]
+    before, after = (
+        whole_divergence(
+            model,
+            tiny_model,
+            prompts,
+            sample(model, [prompt.student for prompt in prompts], tokens=16, candidates=0, end=None, seed=99),
+        )
+        for model in (distilled.task.student(), distilled.student.model)
+    )
+    assert after < before / 2
+    found = [look["reverse_kl"] for look in distilled.log["evaluations"]]
+    assert found[0] == pytest.approx(before, rel=0.2) and found[-1] == pytest.approx(after, rel=0.4)
+    *guards, _of_time = checks(distilled.log, distilled.task)
+    assert all(holds for _, holds in guards), guards
+
+
+def test_a_student_learns_nothing_from_a_shuffled_teacher(distilled, tmp_path):
+    control = Trainer("tiny", tmp_path, shuffled=True)
+    found = checks(run(control), control.task)
+    assert [holds for _, holds in found] == [True], found
+
+
+def test_the_teacher_scores_while_the_student_writes_the_next_batch(distilled, tmp_path, monkeypatch):
+    """With writing made slow: a trainer that waits for its scores first has nothing left to do meanwhile."""
+    trainer, writes = Trainer("tiny", tmp_path), Trainer.rollout
+
+    def slowly(self, now):
+        time.sleep(0.3)
+        return writes(self, now)
+
+    trainer.begin()
+    monkeypatch.setattr(Trainer, "rollout", slowly)
+    for _ in range(3):
+        log = trainer.step()
+    assert shares(log["steps"])["overlap"] > 0.9
+
+
+def test_a_trainer_that_was_killed_goes_on_from_its_checkpoint(distilled, tmp_path):
+    killed = ray.remote(Trainer).remote("tiny", tmp_path)
+    ray.get(killed.begin.remote())
+    for _ in range(9):
+        log = ray.get(killed.step.remote())
+    ray.kill(killed)
+
+    kept = torch.load(tmp_path / "checkpoint.pt")
+    trainer = Trainer("tiny", tmp_path)
+    assert trainer.begin() == kept["log"]
+    assert trainer.log["steps"] == log["steps"][:8] and trainer.log["evaluations"] == log["evaluations"]
+    state, fresh = trainer.student.state(), Trainer("tiny", tmp_path).student.state()
+    assert not state["weights"].keys() ^ kept["student"]["weights"].keys()
+    for name, weight in state["weights"].items():
+        assert torch.equal(weight, kept["student"]["weights"][name])
+        assert not torch.equal(weight, fresh["weights"][name])
+    for i, moments in state["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(value, kept["student"]["optimizer"]["state"][i][name])
+        assert moments["step"] == 8
+    for name, tensor in kept["next_rollout"].items():
+        assert torch.equal(tensor, getattr(trainer.next_rollout, name))
+    assert all(holds for _, holds in checks(run(trainer), trainer.task)[:-1])
+
+    again = Trainer("tiny", tmp_path)  # of a run that is through
+    assert again.begin() == trainer.log and len(again.log["steps"]) == again.log["all_steps"]
+
+
+def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused_by_name(distilled, tmp_path, monkeypatch):
+    shutil.copy(distilled.file, tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is of a run with shuffled False, and this is True; --fresh"):
+        Trainer("tiny", tmp_path, shuffled=True).begin()
+    other = dataclasses.replace(distilled.task, learning_rate=1)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="of a run with settings"):
+        patch.setattr("examples.on_policy_distillation.task", lambda *_: other)
+        Trainer("tiny", tmp_path).begin()
+    whole = distilled.file.read_bytes()
+    for damage in (whole[: len(whole) // 2], b"", b"no checkpoint"):
+        (tmp_path / "checkpoint.pt").write_bytes(damage)
+        with pytest.raises(ValueError, match=r"checkpoint.pt cannot be read \(.*\); --fresh begins anew"):
+            Trainer("tiny", tmp_path).begin()
+
+
+def test_a_hint_ends_of_responses_and_a_warm_up(distilled, tiny_model, tmp_path, monkeypatch):
+    """Prompts that differ by side, responses that end early, a LoRA adapter, the teacher's own text first."""
+    rng = random.Random(5)
+    hint = [rng.randrange(2000) for _ in range(9)]
+    prompts = [dataclasses.replace(p, teacher=hint[: rng.randint(1, 9)] + p.teacher) for p in distilled.task.held_out]
+    each = [prompt for prompt in prompts for _ in range(3)]
+    plain = dict(tokens=16, candidates=1024, seed=7)
+    texts = sample(tiny_model, [prompt.student for prompt in each], end=None, **plain).responses
+    end = int(texts[:, 3:9].flatten().mode().values)  # for some it comes in the middle, for most never
+    task = dataclasses.replace(
+        distilled.task,
+        student=lambda: with_adapter(load(distilled.teacher.model)),
+        train=prompts,
+        held_out=prompts,
+        end=end,
+        candidates=1024,
+        warm_steps=2,
+        steps=2,
+    )
+    monkeypatch.setattr("examples.on_policy_distillation.task", lambda *_: task)
+    trainer = Trainer("tiny", tmp_path, shuffled=True)
+    trainer.begin()
+    samples = sample(trainer.student.model, [prompt.student for prompt in each], end=end, **plain)
+    assert 16 in samples.mask.sum(dim=1) and not samples.mask.all()
+    due = whole_divergence(tiny_model, tiny_model, each, samples)  # the adapter changes nothing yet
+    (found,) = trainer.log["evaluations"]
+    assert found["reverse_kl"] == pytest.approx(due, rel=0.01) and due > 0.1
+    assert found["tokens"] == pytest.approx(float(samples.mask.sum()) / len(each))
+
+    log = run(trainer)
+    assert [look["step"] for look in log["evaluations"]] == [0, 2, 4]
+    assert log["evaluations"][1]["forward_kl"] < found["forward_kl"]  # the warm-up is not shuffled
+    trainer.save_student(tmp_path / "student")
+    assert (tmp_path / "student" / "adapter_config.json").exists()
+
+
+def test_label_reads_are_a_reward_to_learn_from(client, distilled, tiny_path, tiny_model):
+    prompts = [prompt.student for prompt in distilled.task.train[:8]]
+    yes, no = 7, 11
+    student = Student(load(str(tiny_path)), learning_rate=3e-3)
+    rounds = label_reward.train(
+        client, student, prompts, rubric=lambda response: [*response, 5], labels=(yes, no), tokens=4, end=None
+    )
+    samples, first = next(rounds)
+    for i, reward in enumerate(first):
+        last = hf_logprobs(tiny_model, [*samples.response(i), 5])[-1]
+        assert float(reward) == pytest.approx(float((last[yes] - torch.logaddexp(last[yes], last[no])).exp()), abs=1e-4)
+    means = [float(reward.mean()) for _, reward in itertools.islice(rounds, 30)]
+    assert np.mean(means[-5:]) > np.mean(means[:5]) + 0.1
 
 
 def vllm_matrix(answer):

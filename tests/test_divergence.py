@@ -29,6 +29,7 @@ from scoring.divergence import (
     reverse_kl_advantages,
     student_scores,
     token_mean,
+    top_k_tail,
     unbiased_reverse_kl,
 )
 from scoring.errors import InvalidLoss
@@ -823,3 +824,19 @@ def test_a_student_learns_its_teacher_from_any_loss(kind):
     left = [slope("reverse", *map(softmax, rows))[0] for rows in zip(leaf.detach().numpy(), teacher, strict=True)]
     before = [slope("reverse", *map(softmax, rows))[0] for rows in zip(z, teacher, strict=True)]
     assert sum(left) < 0.5 * sum(before)
+
+
+def test_what_a_teachers_own_likeliest_tokens_leave_to_all_others():
+    logits = np.random.default_rng(4).normal(0, 3, (3, 5, 50))
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    ordered = -np.sort(-p, axis=-1)
+    top = np.log(ordered[..., :8]).astype(np.float32)
+    top.flags.writeable = False  # as an answer's views are
+    for given in (top, torch.from_numpy(top.copy())):
+        tail = top_k_tail(given)
+        assert tail.dtype == torch.float64 and tail.shape == (3, 5)
+        np.testing.assert_allclose(tail.exp(), ordered[..., 8:].sum(-1), rtol=0, atol=1e-6)
+    sure = torch.tensor([[0.0, -30.0], [1e-7, -20.0]])  # rounding may leave less than nothing
+    np.testing.assert_allclose(top_k_tail(sure), [np.log(1e-6)] * 2)
+    divergence = forward_kl(sure, sure, [3, 4], student_tail=top_k_tail(sure), teacher_tail=top_k_tail(sure))
+    np.testing.assert_allclose(divergence, [0, 0], atol=1e-9)

@@ -30,10 +30,12 @@ A step on the sampled tokens alone:
 | `reverse_kl_advantages`, `policy_gradient_loss` | KL(pi, nu) by policy gradient, of sampled tokens alone | loss |
 | `k1`, `k2`, `k3` | estimates of KL(pi, nu) by sampled tokens | measurement |
 
+`student_scores` gives the student's side of a read, and `top_k_tail` what a teacher's own `top_k` leave to others.
+
 The rest of `scoring` imports without PyTorch, and without this.
 """
 
-from scoring.divergence.candidates import forward_kl, jsd, reverse_kl, unbiased_reverse_kl
+from scoring.divergence.candidates import forward_kl, jsd, reverse_kl, top_k_tail, unbiased_reverse_kl
 from scoring.divergence.estimators import k1, k2, k3
 from scoring.divergence.layout import clip_values, packed, token_mean
 from scoring.divergence.policy_gradient import (
@@ -60,5 +62,6 @@ __all__ = [
     "reverse_kl_advantages",
     "student_scores",
     "token_mean",
+    "top_k_tail",
     "unbiased_reverse_kl",
 ]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,9 @@ from scoring.divergence.student import candidate_rows, check_unique
 from scoring.errors import InvalidLoss
 
 Tail = Literal["bucket", "renormalise", "none"]
+
+_LEAST_TAIL = 1e-6
+"""What is left of one below this is rounding."""
 
 _MASS_OFF = 0.01
 """By how much probabilities may fail to add up to one; bfloat16 log-probabilities are off by a few thousandths."""
@@ -190,6 +194,24 @@ def unbiased_reverse_kl(
         raise InvalidLoss("gives a sampled token no probability: the divergence is infinite there", field="teacher")
     sampled = torch.where(outside, (own - old).exp() * ratio, 0.0)
     return _kl(student, teacher, "student", "teacher", fixed=True) + sampled
+
+
+def top_k_tail(top_logprobs: Any) -> Tensor:
+    """The logarithm of the probability outside a teacher's own `top_k` likeliest tokens: what they leave of one.
+
+    That is the `teacher_tail` of a divergence on `top_ids`; a read's `extras=("tail",)` is about its candidates. Being
+    a difference it is as exact as float32 numbers add up, to about 1e-6 of probability, and no smaller tail is given.
+
+    Args:
+        top_logprobs: [..., top_k], as the service gives them.
+
+    Returns:
+        [...], float64.
+    """
+    if isinstance(top_logprobs, np.ndarray):
+        top_logprobs = torch.from_numpy(np.array(top_logprobs))  # a copy: views of an answer cannot be written to
+    inside = torch.as_tensor(top_logprobs).detach().double().exp().sum(dim=-1)
+    return (1 - inside).clamp(min=_LEAST_TAIL).log()
 
 
 def _two_sides(
