@@ -6,7 +6,7 @@ adapter over the teacher's own model, learns to write happier ones: REINFORCE, w
 others on its topic (leave-one-out; Ahmadian et al. 2024, arXiv 2402.14740). Nothing holds the student to its old
 language, so a long run ends in whatever the rubric likes best; trainers add a divergence from the student as it began.
 
-    python -m examples.label_reward        # two minutes; it starts and stops the service itself
+    python -m examples.label_reward        # four minutes; it starts and stops the service itself
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _loss(logits: Tensor, samples: Samples, scores: dict[str, Tensor]) -> Tensor
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.label_reward", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10, help="rounds of writing and learning (default: 10)")
+    parser.add_argument("--steps", type=int, default=16, help="rounds of writing and learning (default: 16)")
     steps = max(parser.parse_args().steps, 2)
 
     model = str(demo_teacher("bfloat16"))
@@ -141,8 +141,10 @@ def main() -> int:
     finally:
         with step("stopping everything"):
             service.stop()
-    print(f"reward {means[0]:.2f} -> {means[-1]:.2f}")
-    return 0 if means[-1] > means[0] else 1
+    some = (steps + 3) // 4
+    first, last = sum(means[:some]) / some, sum(means[-some:]) / some
+    print(f"reward {first:.2f} in the first {some} rounds, {last:.2f} in the last {some}")
+    return 0 if last > first else 1
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ def draw(files: list[Path], path: Path) -> None:
     from matplotlib import pyplot
 
     logs = [json.loads(file.read_text()) for file in files if file.exists()]
-    logs = [log for log in logs if all(log.get(what) == logs[0][what] for what in ("settings", "teacher"))]
+    logs = [log for log in logs if all(log.get(what) == logs[0].get(what) for what in ("settings", "teacher"))]
     figure, (curve, guards, time) = pyplot.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for log in logs:
         _curve(curve, log)
-    curve.set(title="reverse KL on held-out samples, nats per token", xlabel="step", ylim=(0, None))
-    curve.legend()
+    curve.set(title="reverse KL on held-out samples, nats per token", xlabel="step", yscale="log")
+    curve.legend(loc="center right")
     _guards(guards, logs[0])
     _strip(time, logs[0])
     figure.savefig(path, dpi=80)

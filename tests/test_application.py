@@ -27,7 +27,7 @@ import torch
 from pyarrow import parquet as pq
 from ray import serve
 
-from deployments import membership
+from deployments import bulk, membership
 from deployments.actor import NAMESPACE
 from deployments.client import AsyncScoringClient, ScoringClient
 from deployments.pinning import pinned
@@ -885,6 +885,20 @@ def test_the_pipeline_of_the_page_on_bulk_scoring_scores_as_hugging_face_does(ap
         assert np.abs(np.array(found[i]["top_logprobs"]) - best).max() <= LIMIT
         assert found[i]["error"] is None and found[i]["ids"] == read.response_ids.tolist()
     assert len({row["checkpoint"] for row in found.values() if row["checkpoint"]}) == 1
+
+
+def test_a_pipeline_of_label_reads_scores_as_hugging_face_does(application, tiny_model):
+    prompts = [[5], [5, 6, 7], [], list(range(40))]
+    rows = ray.data.from_items([{"own": i, "prompt_ids": prompt} for i, prompt in enumerate(prompts)])
+    scored = bulk.score_labels(rows, label_ids=[7, 8, 9], concurrency=1)
+    found = {row["own"]: row for row in scored.take_all()}
+    assert sorted(found) == [0, 1, 2, 3]
+    assert "prompt_ids: is empty" in found[2]["error"] and found[2]["logprobs"] is None
+    for i in (0, 1, 3):
+        np.testing.assert_allclose(
+            found[i]["logprobs"], hf_logprobs(tiny_model, prompts[i])[-1, [7, 8, 9]], atol=LIMIT, rtol=0
+        )
+        assert found[i]["error"] is None
 
 
 def test_weights_change_under_load_and_every_batch_is_of_one_version(
