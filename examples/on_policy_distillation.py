@@ -86,7 +86,7 @@ class Trainer:
         began = time.monotonic()
         pending = self.ask(now, samples)
         asked = time.monotonic()
-        self.next_rollout = self.rollout(now + 1) if now + 1 < self.log["all_steps"] else None
+        ahead = self.rollout(now + 1) if now + 1 < self.log["all_steps"] else None
         written = time.monotonic()
         scores = pending.result()
         here = time.monotonic()
@@ -97,6 +97,7 @@ class Trainer:
             {**learned, "tokens": int(samples.mask.sum())}
             | {name: [round(a - began, 4), round(b - began, 4)] for name, a, b in marks}
         )
+        self.next_rollout = ahead
         self._look_and_save(now + 1)
         return self.log
 
@@ -161,18 +162,17 @@ class Trainer:
         """Returns what the evaluator goes on with."""
         try:
             kept = torch.load(self.file, weights_only=True)
-            for what in ("task", "settings", "teacher", "shuffled"):
-                if kept["log"][what] != self.log[what]:
-                    raise ValueError(
-                        f"{self.file} is of a run with {what} {kept['log'][what]!r}, and this is {self.log[what]!r}; "
-                        "--fresh begins anew, --out takes another folder"
-                    )
-            self.student.restore(kept["student"])
-        except ValueError:
-            raise
+            before = {what: kept["log"][what] for what in ("task", "settings", "teacher", "shuffled")}
         except Exception as error:  # whatever a damaged file makes of itself
             said = str(error).partition("\n")[0]
             raise ValueError(f"{self.file} cannot be read ({said}); --fresh begins anew") from error
+        for what, value in before.items():
+            if value != self.log[what]:
+                raise ValueError(
+                    f"{self.file} is of a run with {what} {value!r}, and this is {self.log[what]!r}; "
+                    "--fresh begins anew, --out takes another folder"
+                )
+        self.student.restore(kept["student"])
         self.log = kept["log"]
         self.next_rollout = Samples(**kept["next_rollout"]) if kept["next_rollout"] else None
         return kept["fixed"]

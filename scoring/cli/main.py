@@ -17,9 +17,9 @@ from scoring.cli.connection import Connection
 from scoring.cli.display import Display
 from scoring.cli.ending import FINE, INTERRUPTED, SERVICE_FAILED, SOME_FAILED, TERMINATED, WRONG_INPUT, WrongInput
 from scoring.cli.finished import FinishedPieces
+from scoring.cli.inputs import open_rows
 from scoring.cli.job import Totals, ask_pieces, source_of, totals_of
 from scoring.cli.pieces import Piece, cut
-from scoring.cli.rows import open_rows
 from scoring.errors import InvalidRead, NoTokenizer, ScoringError, TeacherUnavailable
 from scoring.http_client import AsyncHttpScoringClient, HttpScoringClient
 from scoring.limits import TeacherLimits
