@@ -85,6 +85,9 @@ class _Wait:
     seconds: float
 
 
+_Part = tuple[np.ndarray, MatrixScores | LabelScores, np.ndarray]
+"""(target, scores, source): read `source[j]` of `scores` is read `target[j]` of the batch (see `assemble`)."""
+
 _Steps = Generator[_Send | _Wait, httpx.Response | httpx.RequestError | None, Any]
 
 
@@ -132,7 +135,11 @@ class _Client:
         deadline = time.monotonic() + options.timeout_s
         left, parts, refusals = [np.arange(len(batch))], [], 0
         failures: list[ScoringError] = []  # of whole pieces
-        while left:
+        while True:
+            if not left:
+                parts, left = _of_newest_weights(parts)
+                if not left:
+                    break
             piece = left.pop(0)
             part = batch if len(piece) == len(batch) else batch.select(piece)
             if parts and time.monotonic() >= deadline:
@@ -488,6 +495,24 @@ class _InTime(httpx.SyncByteStream):
     def close(self) -> None:
         if isinstance(self._pieces, httpx.SyncByteStream):
             self._pieces.close()
+
+
+def _of_newest_weights(parts: list[_Part]) -> tuple[list[_Part], list[np.ndarray]]:
+    """The answers by the newest weights of each teacher, and the reads that older ones have answered, where the weights
+    changed between the calls of a batch. What failed stays."""
+    newest: dict[str, int] = {}
+    for _, scores, _ in parts:
+        for meta in scores.metas:
+            newest[meta.teacher] = max(newest.get(meta.teacher, 0), meta.weight_version)
+    kept, behind = [], []
+    for target, scores, source in parts:
+        old = [i for i, meta in enumerate(scores.metas) if meta.weight_version < newest[meta.teacher]]
+        late = np.isin(scores.meta_index[source], old)
+        if late.any():
+            behind.append(target[late])
+            target, source = target[~late], source[~late]
+        kept.append((target, scores, source))
+    return kept, behind
 
 
 def _cut(content: bytes) -> Iterator[bytes]:

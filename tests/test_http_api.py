@@ -949,6 +949,46 @@ async def test_calls_that_learn_the_limits_at_the_same_time_are_all_cut(router):
 
 
 @pytest.mark.parametrize("return_exceptions", [True, False])
+def test_a_cut_batch_is_answered_by_one_version_of_the_weights(ask, return_exceptions):
+    limits = BatchLimits(2, 10**6, 10**6, 10**6)
+
+    class Changing(StandInRouter):
+        async def read_labels(self, reads, **options):
+            limits.check(reads)
+            scores = await super().read_labels(reads, **options)
+            version = {"default": 3 if len(self.calls) > 2 else 2, "math": 5}  # changed after two of four calls
+            metas = [dataclasses.replace(meta, weight_version=version[meta.teacher]) for meta in scores.metas]
+            return dataclasses.replace(scores, metas=tuple(metas))
+
+    router = Changing()
+    reads = [LabelRead([1], [i], teacher="math" if i == 1 else None) for i in range(7)]
+    with served(build_api(lambda: router, limits)) as url:
+        scores = ask(url, "read_labels", reads, return_exceptions=return_exceptions)
+    assert [s.logprobs.tolist() for s in scores] == [[score(i)] for i in range(7)]
+    assert [s.meta.weight_version for s in scores] == [3, 5, 3, 3, 3, 3, 3]
+    assert [len(call["batch"]) for call in router.calls] == [2, 2, 2, 1, 1, 2]
+
+
+def test_a_cut_batch_whose_weights_never_rest_ends_by_its_deadline(ask):
+    limits = BatchLimits(2, 10**6, 10**6, 10**6)
+
+    class Restless(StandInRouter):
+        async def read_labels(self, reads, **options):
+            limits.check(reads)
+            scores = await super().read_labels(reads, **options)
+            metas = [dataclasses.replace(meta, weight_version=len(self.calls)) for meta in scores.metas]
+            return dataclasses.replace(scores, metas=tuple(metas))
+
+    router = Restless()
+    reads = [LabelRead([1], [i]) for i in range(3)]
+    with served(build_api(lambda: router, limits)) as url:
+        with pytest.raises(DeadlineExceeded, match="not asked before its deadline"):
+            ask(url, "read_labels", reads, timeout_s=0.3)
+        scores = ask(url, "read_labels", reads, timeout_s=0.3, return_exceptions=True)
+    assert len({s.meta.weight_version for s in scores if not isinstance(s, DeadlineExceeded)}) == 1
+
+
+@pytest.mark.parametrize("return_exceptions", [True, False])
 def test_a_failing_read_of_a_cut_batch_is_named_by_its_place_in_the_whole(router, ask, return_exceptions):
     limits = BatchLimits(2, 10**6, 10**6, 10**6)
 
