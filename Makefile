@@ -35,7 +35,7 @@ $(READY): requirements-cpu.lock pyproject.toml
 demo: setup  ## the main job: start the service, score two answers three ways, draw them (MODEL=path for another teacher)
 	@$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)")
 
-distil: setup  ## a student learns from the service (8 minutes; SHUFFLED=1: its control; TINY=1: a minute; SMALL=1: an hour)
+distil: setup  ## a student learns from the service (8 minutes; SHUFFLED=1: its control; TINY=1: a minute; SMALL=1: 20; FRESH=1 begins anew)
 	@$(BIN)/python -m examples.on_policy_distillation $(if $(TINY),--tiny) $(if $(SMALL),--small) $(if $(SHUFFLED),--shuffled) $(if $(FRESH),--fresh)
 
 test: setup  ## the tests (under 10 minutes)
@@ -78,6 +78,7 @@ lint: setup  ## style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 serve: setup  ## the service, in the foreground, on 127.0.0.1:8000
+	@$(BIN)/python -c "import socket, sys, yaml; at = yaml.safe_load(open('serve_config.yaml'))['http_options']; socket.socket().connect_ex((at['host'], at['port'])) or sys.exit(f'{at[\"host\"]}:{at[\"port\"]} is taken, and Serve would share it with whoever answers there: end that, or change http_options.port in serve_config.yaml')"
 	@$(BIN)/serve run serve_config.yaml
 
 lock: setup  ## renew requirements-cpu.lock

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from deployments.router import APP_NAME, Router
 from scoring.batches import LabelBatch, MatrixBatch
@@ -198,7 +199,19 @@ def _connect(app_name: str) -> None:
         try:
             ray.init(address="auto", log_to_driver=False)
         except ConnectionError as error:
+            if _is_about_a_token(error):
+                raise TeacherUnavailable(
+                    "the Ray cluster asks for a token, and this process brings none that it knows: set RAY_AUTH_MODE="
+                    "token in its environment (and RAY_AUTH_TOKEN, where another user started the cluster)"
+                ) from error
             raise TeacherUnavailable(
                 "no Ray cluster is running on this machine, and this process is not connected to one "
                 "(start the service: serve run serve_config.yaml; or connect: ray.init(address=...))"
             ) from error
+
+
+def _is_about_a_token(error: BaseException | None) -> bool:
+    """Whether Ray's own account of a failed connection leads back to its check of tokens."""
+    while error is not None and not isinstance(error, AuthenticationError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -87,6 +87,9 @@ def main() -> int:
             print("FAILED: the teacher prefers the bad answer", file=sys.stderr)
             return 1
         print(f"\nclient, actor and HTTP agree: their numbers differ by {apart:.1g} at most")
+    except KeyboardInterrupt:
+        print("interrupted")
+        return 130
     finally:
         with step("stopping everything"):
             service.stop()

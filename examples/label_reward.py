@@ -50,6 +50,7 @@ LABELS = (" Yes", " No")
 TOPICS = ("a letter", "the sea", "an old house", "a journey", "the rain", "a dog", "school", "a meal")
 SAMPLES = 4  # sentences on a topic, which are compared
 TOKENS = 20
+JUDGED_FROM = 16  # rounds; fewer are noise
 
 
 def rewards(client: ScoringClient, prompts: Sequence[Ids], labels: tuple[int, int]) -> Tensor:
@@ -100,7 +101,9 @@ def _loss(logits: Tensor, samples: Samples, scores: dict[str, Tensor]) -> Tensor
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.label_reward", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=16, help="rounds of writing and learning (default: 16)")
-    steps = max(parser.parse_args().steps, 2)
+    steps = parser.parse_args().steps
+    if steps < 1:
+        parser.error(f"--steps is {steps}; at least 1")
 
     model = str(demo_teacher("bfloat16"))
     tokenizer = Tokenizer(model)
@@ -137,14 +140,20 @@ def main() -> int:
                 for what, i in (("best", int(reward.argmax())), ("worst", int(reward.argmin()))):
                     print(f"  {what:<5} {reward[i]:.2f}  {sentence(samples.response(i))}", flush=True)
     except KeyboardInterrupt:
+        print("interrupted")
         return 130
     finally:
         with step("stopping everything"):
             service.stop()
-    some = (steps + 3) // 4
+    if steps < JUDGED_FROM:
+        return 0
+    some = steps // 4
     first, last = sum(means[:some]) / some, sum(means[-some:]) / some
-    print(f"reward {first:.2f} in the first {some} rounds, {last:.2f} in the last {some}")
-    return 0 if last > first else 1
+    rose = last > first
+    print(
+        f"{'ok    ' if rose else 'FAILED'} reward {first:.2f} in the first {some} rounds, {last:.2f} in the last: due +"
+    )
+    return 0 if rose else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ killed goes on from its last checkpoint when the same command is given again.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 from torch import Tensor
+from transformers.utils import logging as hf_logging
 
 from deployments.config import AppConfig
 from examples import service
@@ -132,7 +134,8 @@ class Trainer:
             share = token_mean(part, torch.ones_like(part, dtype=torch.bool), count=int(samples.mask.sum()))
             share.backward()
             mean += float(share.detach())
-        return {"loss": mean, "grad_norm": self.student.step()}
+        norm = self.student.step(self.task.warm_learning_rate if self._is_warm_up(now) else self.task.learning_rate)
+        return {"loss": mean, "grad_norm": norm}
 
     def save_student(self, folder: Path) -> None:
         """Save the student as Hugging Face does, or its adapter as PEFT does, which the service can serve."""
@@ -160,22 +163,34 @@ class Trainer:
 
     def _restore(self) -> dict[str, Any]:
         """Returns what the evaluator goes on with."""
-        try:
-            kept = torch.load(self.file, weights_only=True)
-            before = {what: kept["log"][what] for what in ("task", "settings", "teacher", "shuffled")}
-        except Exception as error:  # whatever a damaged file makes of itself
-            said = str(error).partition("\n")[0]
-            raise ValueError(f"{self.file} cannot be read ({said}); --fresh begins anew") from error
-        for what, value in before.items():
-            if value != self.log[what]:
-                raise ValueError(
-                    f"{self.file} is of a run with {what} {value!r}, and this is {self.log[what]!r}; "
-                    "--fresh begins anew, --out takes another folder"
-                )
+        kept = read_checkpoint(self.file, {what: self.log[what] for what in ("settings", "shuffled", "teacher")})
         self.student.restore(kept["student"])
         self.log = kept["log"]
         self.next_rollout = Samples(**kept["next_rollout"]) if kept["next_rollout"] else None
         return kept["fixed"]
+
+
+def read_checkpoint(file: Path, due: dict[str, Any]) -> dict[str, Any]:
+    """What a run goes on from.
+
+    Args:
+        due: what its log must say.
+
+    Raises:
+        ValueError: the checkpoint is of another run, or cannot be read.
+    """
+    try:
+        kept = torch.load(file, weights_only=True)
+        there = {what: kept["log"][what] for what in due}
+    except Exception as error:  # whatever a damaged file makes of itself
+        raise ValueError(f"{file} cannot be read ({type(error).__name__}); --fresh begins anew") from error
+    for what, value in there.items():
+        if value != due[what]:
+            raise ValueError(
+                f"{file} is of a run with {what} {value!r}, and this is {due[what]!r}; --fresh begins anew, --out "
+                "takes another folder"
+            )
+    return kept
 
 
 def _shuffled(scores: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -212,20 +227,53 @@ def main() -> int:
     options = parser.parse_args()
     name, out = options.name or "hint", options.out.absolute()
     folder = out / (name + "-shuffled" * options.shuffled)
-    checkpoint = folder / "checkpoint.pt"
-    if options.fresh:
-        checkpoint.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "checkpoint.pt"
+    hf_logging.disable_progress_bar()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")  # for as long as this process lives
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if options.fresh:
+            file.unlink(missing_ok=True)
+        with step("preparing the checkpoint"):
+            model = str(make_tiny_teacher(out / "tiny-teacher") if name == "tiny" else demo_teacher("bfloat16"))
+        what = task(name, model)
+        log = None
+        if file.exists():
+            log = read_checkpoint(file, {"settings": what.fingerprint, "shuffled": options.shuffled})["log"]
+            print(f"going on after step {len(log['steps'])} of {log['all_steps']}")
+    except BlockingIOError:
+        print(f"FAILED: another run is using {folder}; --out takes another folder", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
+    if log is None or len(log["steps"]) < log["all_steps"] or not (folder / "student").exists():
+        log, code = run(name, model, folder, options.shuffled)
+        if code:
+            goes_on = f"the same command{' without --fresh' * options.fresh} goes on from {file}"
+            print(goes_on if file.exists() else "no checkpoint has been written yet")
+            return code
+    found = checks(log, what)
+    for sentence, holds in found:
+        print(f"{'ok    ' if holds else 'FAILED'} {sentence}")
+    log = {**log, "time": shares(log["steps"]), "checks": found, "machine": service.machine()}
+    replace_file(folder / "log.json", lambda file: file.write(json.dumps(log, indent=1).encode() + b"\n"))
+    draw([out / name / "log.json", out / f"{name}-shuffled" / "log.json"], out / f"{name}.png")
+    print(f"{folder / 'log.json'} and {out / f'{name}.png'} have it all; --fresh begins anew")
+    return 0 if all(holds for _, holds in found) else 1
 
-    began = time.monotonic()
-    with step("preparing the checkpoint"):
-        model = str(make_tiny_teacher(out / "tiny-teacher") if name == "tiny" else demo_teacher("bfloat16"))
+
+def run(name: str, model: str, folder: Path, shuffled: bool) -> tuple[dict[str, Any] | None, int]:
+    """Start the service, and have a trainer learn to the end. Returns its log, and an exit code that is not 0 where it
+    did not get there."""
+    began, log = time.monotonic(), None
     try:
         with step("starting Ray, Serve and the teacher"):
             settings = {"model": model, "dtype": "auto", "engine_args": {"max_model_len": 512}}
             service.start(AppConfig(teachers={"default": settings}))
         cores = service.trainer_cores()  # Ray has PyTorch use as many threads
-        trainer = ray.remote(Trainer).options(num_cpus=cores).remote(name, folder, options.shuffled)
+        trainer = ray.remote(Trainer).options(num_cpus=cores).remote(name, folder, shuffled)
         with step("making the student, and evaluating it"):
             log = ray.get(trainer.begin.remote())
         print(latest(log), flush=True)
@@ -234,23 +282,16 @@ def main() -> int:
             print(latest(log), flush=True)
         ray.get(trainer.save_student.remote(folder / "student"))
     except KeyboardInterrupt:
-        goes_on = f"the same command without --fresh goes on from {checkpoint}" if checkpoint.exists() else ""
-        print(f"interrupted; {goes_on or 'no checkpoint has been written yet'}")
-        return 130
+        print("interrupted")
+        return log, 130
     except RayError as error:
         print(f"FAILED: {getattr(error, 'cause', None) or error}", file=sys.stderr)
-        return 1
+        return log, 1
     finally:
         with step("stopping everything"):
             service.stop()
-    found = checks(log, task(name, model))
-    for sentence, holds in found:
-        print(f"{'ok    ' if holds else 'FAILED'} {sentence}")
-    log = {**log, "time": shares(log["steps"]), "checks": found, "machine": service.machine()}
-    replace_file(folder / "log.json", lambda file: file.write(json.dumps(log, indent=1).encode() + b"\n"))
-    draw([out / name / "log.json", out / f"{name}-shuffled" / "log.json"], out / f"{name}.png")
-    print(f"done in {time.monotonic() - began:.0f} s; {folder / 'log.json'} and {out / f'{name}.png'} have it all")
-    return 0 if all(holds for _, holds in found) else 1
+    print(f"done in {time.monotonic() - began:.0f} s")
+    return log, 0
 
 
 def latest(log: dict[str, Any]) -> str:

@@ -22,19 +22,30 @@ def draw(files: list[Path], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    logs = [json.loads(file.read_text()) for file in files if file.exists()]
+    logs = [log for log in map(read_log, files) if log]
     logs = [log for log in logs if all(log.get(what) == logs[0].get(what) for what in ("settings", "teacher"))]
     figure, (curve, guards, time) = pyplot.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for log in logs:
         _curve(curve, log)
     curve.set(title="reverse KL on held-out samples, nats per token", xlabel="step", yscale="log")
-    curve.legend(loc="center right")
+    curve.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    curve.yaxis.set_major_formatter("{x:g}")
+    curve.yaxis.set_minor_formatter(ticker.NullFormatter())
+    curve.legend()
     _guards(guards, logs[0])
     _strip(time, logs[0])
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
+
+
+def read_log(file: Path) -> dict[str, Any] | None:
+    """The log of a finished run; None where there is none that can be read."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _curve(panel: Any, log: dict[str, Any]) -> None:

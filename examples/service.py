@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ def start(app: AppConfig, preferred_port: int = 8000) -> str:
     port = _free_port(preferred_port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does, and not in Ray's abort
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
     serve.run(build_app(app), name=APP_NAME, route_prefix="/")
     return f"http://127.0.0.1:{port}"

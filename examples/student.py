@@ -94,7 +94,7 @@ class Student:
 
     def __init__(self, model: PreTrainedModel, learning_rate: float, max_grad_norm: float = 1.0) -> None:
         self.model = model.eval()  # no dropout: what is trained is what samples
-        self._max_grad_norm = max_grad_norm
+        self._learning_rate, self._max_grad_norm = learning_rate, max_grad_norm
         self._optimizer = torch.optim.AdamW(self._trained().values(), lr=learning_rate, weight_decay=0.0)
 
     def logits(self, prompts: Sequence[Ids], samples: Samples) -> Tensor:
@@ -112,13 +112,16 @@ class Student:
         ).logits
         return logits[:, :-1][samples.mask]
 
-    def step(self) -> float:
-        """Move by the gradients that have come together. Returns their norm.
+    def step(self, learning_rate: float | None = None) -> float:
+        """Move by the gradients that have come together, at another learning rate where one is given. Returns their
+        norm.
 
         Raises:
             RuntimeError: a gradient is not finite; nothing has moved.
         """
         norm = torch.nn.utils.clip_grad_norm_(self._trained().values(), self._max_grad_norm, error_if_nonfinite=True)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate if learning_rate is None else learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return float(norm)

@@ -3,7 +3,8 @@
 - `hint`: the student is the teacher's own model with a LoRA adapter. The teacher sees three answered questions before
   each question, short and plain; the student does not, and learns to answer as if it did (self-distillation with a
   hint: context distillation, Snell et al. 2022, arXiv 2209.15189).
-- `small`: the student has every third layer of the teacher, all of it is trained, and both see the same.
+- `small`: the student lacks the middle third of the teacher's layers (which are missed least: Gromov et al. 2024, arXiv
+  2403.17887), all of it is trained, and both see the same.
 - `tiny`: the student is a tiny random teacher whose norms are rescaled at random, and learns these alone; its prompts
   are random too.
 """
@@ -56,8 +57,8 @@ class Task:
         teacher: makes the teacher's, to write with: the service scores, and writes nothing.
         train, held_out: prompts to learn on, and to be evaluated on.
         end: the id that ends a response; None where nothing does.
-        warm_steps: steps on the teacher's own text, before the student's.
-        steps: on the student's own text.
+        steps, learning_rate: on the student's own text.
+        warm_steps, warm_learning_rate: on the teacher's own text, before.
         prompts, samples: of one step: so many prompts, with so many responses each.
         tokens: of a response, at most.
         candidates: the author's likeliest tokens that are scored at each position.
@@ -74,6 +75,7 @@ class Task:
     steps: int
     learning_rate: float
     warm_steps: int = 0
+    warm_learning_rate: float = 0.0
     prompts: int = 8
     samples: int = 2
     tokens: int = 32
@@ -113,7 +115,9 @@ def _hint(teacher: str) -> Task:
 def _small(teacher: str) -> Task:
     def student() -> PreTrainedModel:
         model = load(teacher)
-        model.model.layers = torch.nn.ModuleList(model.model.layers[::3])
+        layers = model.model.layers
+        third = len(layers) // 3
+        model.model.layers = torch.nn.ModuleList([*layers[:third], *layers[-third:]])
         for i, layer in enumerate(model.model.layers):
             layer.self_attn.layer_idx = i  # its place in the cache of keys and values
         model.config.num_hidden_layers = len(model.model.layers)
@@ -123,11 +127,12 @@ def _small(teacher: str) -> Task:
         student=student,
         teacher=lambda: load(teacher),
         **_questions(teacher, ()),
-        warm_steps=96,
-        steps=96,
-        evaluate_every=24,
-        save_every=12,
-        learning_rate=3e-4,
+        warm_steps=48,
+        warm_learning_rate=3e-4,
+        steps=48,
+        evaluate_every=16,
+        save_every=16,
+        learning_rate=1e-4,
     )
 
 

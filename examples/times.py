@@ -6,6 +6,7 @@ a step ends with its learning.
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 
@@ -19,6 +20,12 @@ def shares(steps: list[dict[str, Any]]) -> dict[str, float]:
     )
     names = ("sample", "score", "wait", "learn")
     return {name: sum(_length(step[name]) for step in steps) / whole for name in names} | {"overlap": both / scoring}
+
+
+def steady(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps without those whose scoring took more than ten times as long as usual: there the teacher was away."""
+    usual = statistics.median(_length(step["score"]) for step in steps)
+    return [step for step in steps if _length(step["score"]) <= 10 * usual]
 
 
 def _length(interval: tuple[float, float]) -> float:

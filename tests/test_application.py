@@ -638,6 +638,7 @@ def test_a_hint_ends_of_responses_and_a_warm_up(distilled, tiny_model, tmp_path,
         end=end,
         candidates=1024,
         warm_steps=2,
+        warm_learning_rate=1e-2,
         steps=2,
     )
     monkeypatch.setattr("examples.on_policy_distillation.task", lambda *_: task)

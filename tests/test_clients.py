@@ -14,6 +14,8 @@ import time
 
 import numpy as np
 import pytest
+import ray
+from ray.exceptions import AuthenticationError
 from safetensors.numpy import load, save
 
 from deployments.catalog import Catalog
@@ -358,3 +360,19 @@ def test_the_client_works_where_ray_torch_and_vllm_cannot_be_imported():
     with served(build_api(lambda: router, BATCH_LIMITS)) as url:
         ended = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True)
     assert ended.stdout.strip() == "[-7.0]", ended.stderr
+
+
+@pytest.mark.parametrize(("about_a_token", "said"), [(True, "set RAY_AUTH_MODE=token"), (False, "no Ray cluster is")])
+def test_why_a_cluster_cannot_be_reached_is_said(monkeypatch, about_a_token, said):
+    """As Ray fails: its check of tokens is what a connection error was raised for."""
+
+    def init(**_):
+        try:
+            raise AuthenticationError("no token") if about_a_token else OSError("refused")
+        except Exception as error:
+            raise ConnectionError("could not connect") from error
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(TeacherUnavailable, match=said):
+        ScoringClient()

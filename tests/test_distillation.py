@@ -12,7 +12,7 @@ from examples.evaluation import PAIRS, checks, distinct_2, standard_error
 from examples.losses import MICRO_BATCH, forward_kl_loss, micro_batches, reverse_kl_loss
 from examples.student import Samples, Student, sample
 from examples.tasks import Prompt, Task, load, with_adapter
-from examples.times import shares
+from examples.times import shares, steady
 from tests.oracle import hf_logprobs
 
 RNG = np.random.default_rng(3)
@@ -164,6 +164,12 @@ def test_shares_of_the_time_by_hand():
     assert shares(steps) == pytest.approx(
         {"sample": 4 / 10, "score": 3 / 10, "wait": 1 / 10, "learn": 5 / 10, "overlap": 2 / 3}
     )
+
+
+def test_steps_whose_teacher_was_away_are_left_out_of_the_overlap():
+    usual, away = step_log((0, 1), (0, 2), (2, 2), (2, 3)), step_log((0, 30), (0, 2), (2, 30), (30, 31))
+    assert steady([usual, away, usual]) == [usual, usual]
+    assert steady([usual, usual]) == [usual, usual]
 
 
 def test_each_check_can_fail():
