@@ -241,7 +241,10 @@ def main() -> int:
         log = None
         if file.exists():
             log = read_checkpoint(file, {"settings": what.fingerprint, "shuffled": options.shuffled})["log"]
-            print(f"going on after step {len(log['steps'])} of {log['all_steps']}")
+            done = len(log["steps"])
+            print(
+                "finished already" if done == log["all_steps"] else f"going on after step {done} of {log['all_steps']}"
+            )
     except BlockingIOError:
         print(f"FAILED: another run is using {folder}; --out takes another folder", file=sys.stderr)
         return 1

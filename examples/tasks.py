@@ -157,7 +157,6 @@ def _tiny(teacher: str) -> Task:
         end=None,
         steps=32,
         learning_rate=1e-2,
-        tokens=16,
         candidates=32,
         evaluate_every=16,
         due=0.5,

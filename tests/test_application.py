@@ -546,7 +546,7 @@ def test_a_student_comes_halfway_to_its_teacher_at_least(distilled, tiny_model):
             model,
             tiny_model,
             prompts,
-            sample(model, [prompt.student for prompt in prompts], tokens=16, candidates=0, end=None, seed=99),
+            sample(model, [prompt.student for prompt in prompts], tokens=32, candidates=0, end=None, seed=99),
         )
         for model in (distilled.task.student(), distilled.student.model)
     )
@@ -636,6 +636,7 @@ def test_a_hint_ends_of_responses_and_a_warm_up(distilled, tiny_model, tmp_path,
         train=prompts,
         held_out=prompts,
         end=end,
+        tokens=16,
         candidates=1024,
         warm_steps=2,
         warm_learning_rate=1e-2,
