@@ -127,7 +127,7 @@ def _small(teacher: str) -> Task:
         student=student,
         teacher=lambda: load(teacher),
         **_questions(teacher, ()),
-        warm_steps=48,
+        warm_steps=16,
         warm_learning_rate=3e-4,
         steps=48,
         evaluate_every=16,
