@@ -35,7 +35,7 @@ $(READY): requirements-cpu.lock pyproject.toml
 demo: setup  ## the main job: start the service, score two answers three ways, draw them (MODEL=path for another teacher)
 	@$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)")
 
-distil: setup  ## a student learns from the service (8 minutes; SHUFFLED=1: its control; TINY=1: a minute; SMALL=1: 20; FRESH=1 begins anew)
+distil: setup  ## a student learns from the service (8 minutes; SHUFFLED=1: its control; TINY=1: a minute; SMALL=1: 15; FRESH=1 begins anew)
 	@$(BIN)/python -m examples.on_policy_distillation $(if $(TINY),--tiny) $(if $(SMALL),--small) $(if $(SHUFFLED),--shuffled) $(if $(FRESH),--fresh)
 
 test: setup  ## the tests (under 10 minutes)
