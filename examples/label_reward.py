@@ -150,9 +150,7 @@ def main() -> int:
     some = steps // 4
     first, last = sum(means[:some]) / some, sum(means[-some:]) / some
     rose = last > first
-    print(
-        f"{'ok    ' if rose else 'FAILED'} reward {first:.2f} in the first {some} rounds, {last:.2f} in the last"
-    )
+    print(f"{'ok    ' if rose else 'FAILED'} reward {first:.2f} in the first {some} rounds, {last:.2f} in the last")
     return 0 if rose else 1
 
 
